@@ -1,0 +1,17 @@
+"""Exceptions that say what went wrong and what to do about it."""
+
+
+class ForwardTuneError(Exception):
+    """Base class of everything forwardtune raises on purpose."""
+
+
+class InvalidArgumentError(ForwardTuneError, ValueError):
+    """An argument makes no sense; the message names it and the remedy."""
+
+
+class BackendError(ForwardTuneError, RuntimeError):
+    """A noise backend that was asked for cannot run here."""
+
+
+class NonFiniteLossError(ForwardTuneError, RuntimeError):
+    """Too many steps in a row met a loss that is not a finite number."""

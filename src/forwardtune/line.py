@@ -1,0 +1,90 @@
+"""The line: where the weights stand along the step's random directions, and how they get elsewhere.
+
+The weights are `x + sum_j t_j * s_j`, with one offset `t_j` for each direction and parameter group. Going from one set
+of offsets to another is one pass over memory, wherever the two lie: there is no separate way back to `x`. Floating
+point sums are rounded, so coming back gives `x` to within a few units in the last place, and the path (which is fully
+described by its offsets) gives the same bits whenever it is walked again.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from forwardtune.noise import Field
+
+Offsets = Sequence[float]
+"""One offset for each parameter group."""
+
+
+class Line:
+    """The weights of a field during one step. Leaving it by an exception puts the weights back."""
+
+    def __init__(self, field: Field, step: int, groups: int) -> None:
+        self._field, self._step = field, step
+        self._zero = (0.0,) * groups
+        self._at: Mapping[int, Offsets] = {}
+        self._interrupts = _Interrupts()
+
+    def __enter__(self) -> Line:
+        self._interrupts.take_over()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is not None:
+                self.goto({})
+        finally:
+            self._interrupts.give_back()
+
+    def goto(self, target: Mapping[int, Offsets]) -> None:
+        """Moves to the offsets given by direction; directions that are not named are left at zero."""
+        terms = []
+        for direction in sorted({*self._at, *target}):
+            here, there = self._at.get(direction, self._zero), target.get(direction, self._zero)
+            delta = [b - a for a, b in zip(here, there, strict=True)]
+            if any(delta):
+                terms.append((direction, delta))
+        self._interrupts.hold = True
+        if terms:
+            self._field.add(self._step, terms)
+        self._at = target
+        self._interrupts.release()
+
+
+class _Interrupts:
+    """Holds Ctrl-C and SIGTERM back while the weights move, so that no move is ever left half done."""
+
+    def __init__(self) -> None:
+        self.hold = False
+        self._held: list[tuple[int, Any]] = []
+        self._handlers: dict[int, Any] = {}
+
+    def take_over(self) -> None:
+        if threading.current_thread() is threading.main_thread():  # Python runs signal handlers nowhere else
+            for number in (signal.SIGINT, signal.SIGTERM):
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.hold:
+            self._held.append((number, frame))
+        else:
+            self._handlers[number](number, frame)
+
+    def release(self) -> None:
+        self.hold = False
+        while self._held:
+            self._handle(*self._held.pop(0))
+
+    def give_back(self) -> None:
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, handler)

@@ -1,0 +1,40 @@
+"""STP: the stochastic three-point method."""
+
+from __future__ import annotations
+
+from typing_extensions import Unpack
+
+from forwardtune.optimizer import LineSearch, Memory, Params, RunOptions, Search, Stand
+
+
+def stp(memory: Memory, *, lr: float) -> Search:
+    plus, minus, stay = (yield +lr), (yield -lr), (yield 0.0)
+    if stay <= min(plus, minus):
+        return Stand(0.0)
+    return Stand(+lr if plus < minus else -lr)
+
+
+class STP(LineSearch):
+    r"""Stands at the best of three points. Three evaluations a step.
+
+    .. math::
+        x \leftarrow \arg\min \{ f(x + \mathrm{lr} \, s), \; f(x - \mathrm{lr} \, s), \; f(x) \}
+
+    Args:
+        params: parameters, named parameters or group dicts to tune.
+        lr: the step size.
+        **run: see :class:`forwardtune.RunOptions`.
+
+    >>> import torch
+    >>> x = torch.tensor([3.0, -2.0])
+    >>> optimizer = STP([x], lr=0.02)
+    >>> for _ in range(400):
+    ...     loss = optimizer.step(lambda: x @ x)
+    >>> bool(loss < 1e-3)
+    True
+    """
+
+    search = staticmethod(stp)
+
+    def __init__(self, params: Params, lr: float = 1e-3, **run: Unpack[RunOptions]) -> None:
+        super().__init__(params, {"lr": lr}, **run)

@@ -1,0 +1,83 @@
+"""VS2P: the practical variant of stochastic two-point search (Algorithm 2, with the sign that descends)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from typing_extensions import Unpack
+
+from forwardtune.errors import InvalidArgumentError
+from forwardtune.optimizer import LineSearch, Memory, Params, RunOptions, Search, Stand, check_positive
+
+
+def vs2p(memory: Memory, *, lr: float, rho: float, tau_a: float, tau_b: float, window: int) -> Search:
+    gamma = ((yield +rho) - (yield -rho)) / (2 * rho)
+    recent = memory["recent"] = (*memory.get("recent", ()), gamma)[-window:]
+    sigma = spread(recent)
+    if gamma == 0:
+        return Stand(0.0, gamma, sigma)
+    alpha = lr * rho / (tau_b * sigma / abs(gamma) + tau_b / tau_a)
+    return Stand(-math.copysign(alpha, gamma), gamma, sigma)
+
+
+def spread(recent: Sequence[float]) -> float:
+    """The standard deviation of the recent gammas; of a single one, its size: gamma is symmetric about zero."""
+    n = len(recent)
+    if n == 1:
+        return abs(recent[0])
+    mean = math.fsum(recent) / n
+    return math.sqrt(math.fsum((gamma - mean) ** 2 for gamma in recent) / (n - 1))
+
+
+class VS2P(LineSearch):
+    r"""Takes a step that grows with the slope, but less and less. Two evaluations a step.
+
+    .. math::
+        \gamma = \frac{f(x + \rho s) - f(x - \rho s)}{2 \rho}, \quad
+        \alpha = \frac{\mathrm{lr} \, \rho}{\tau_b \sigma / |\gamma| + \tau_b / \tau_a}, \quad
+        x \leftarrow x - \mathrm{sign}(\gamma) \, \alpha \, s
+
+    with :math:`\sigma` the sample standard deviation of the recent gammas, this step's included. On the first step
+    :math:`\sigma = |\gamma|`; equal losses move nothing. The step never exceeds ``lr * rho * tau_a / tau_b`` and does
+    not change when the loss is multiplied by a constant.
+
+    Args:
+        params: parameters, named parameters or group dicts to tune.
+        lr: the step's size in units of rho; above 1 the sign of the slope is trusted further than it was measured.
+        rho: half the distance between the two points.
+        tau_a: slopes above ``tau_a * sigma`` are damped.
+        tau_b: how many sigmas make a full step.
+        window: how many recent gammas sigma is taken over.
+        **run: see :class:`forwardtune.RunOptions`.
+
+    >>> import torch
+    >>> x = torch.tensor([3.0, -2.0])
+    >>> optimizer = VS2P([x], lr=1.0, rho=0.05)
+    >>> for _ in range(400):
+    ...     loss = optimizer.step(lambda: x @ x)
+    >>> bool(loss < 1e-2)
+    True
+    """
+
+    search = staticmethod(vs2p)
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1.0,
+        *,
+        rho: float = 1e-3,
+        tau_a: float = 3.0,
+        tau_b: float = 3.0,
+        window: int = 50,
+        **run: Unpack[RunOptions],
+    ) -> None:
+        super().__init__(params, {"lr": lr, "rho": rho, "tau_a": tau_a, "tau_b": tau_b, "window": window}, **run)
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        super().check(group)
+        check_positive(rho=group["rho"], tau_a=group["tau_a"], tau_b=group["tau_b"])
+        if not isinstance(group["window"], int) or group["window"] < 2:
+            raise InvalidArgumentError(f"window must be an integer of at least 2, not {group['window']!r}")

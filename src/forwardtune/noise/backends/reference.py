@@ -1,0 +1,113 @@
+"""The noise, spelled out in plain torch operations: the oracle of every other backend, and the one that runs anywhere.
+
+Each element is computed alone from its own index; nothing is shared between neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from forwardtune.noise import distributions as D
+from forwardtune.noise.backends.interface import Key, Slot, Term
+from forwardtune.noise.philox import MASK, philox
+
+CHUNK = 1 << 20
+"""Elements whose noise is held at a time."""
+
+
+def values(key: Key, direction: int, parameter: int, start: int, stop: int, device: torch.device) -> Tensor:
+    """Elements `start` to `stop` of a parameter's noise (of its normal, for the sphere), as float32."""
+    index = torch.arange(start, stop, device=device)
+    if key.distribution == "rademacher":
+        sign = _word(key, direction, parameter, index // 32) >> index % 32 & 1
+        return (1 - 2 * sign).to(torch.float32)
+    tile, element = index // D.BLOCK, index % D.BLOCK
+    word = _word(key, direction, parameter, tile * D.TILE_WORDS + element % D.TILE_WORDS)
+    second = element >= D.TILE_WORDS
+    if key.distribution == "uniform":
+        half = torch.where(second, word >> 16, word & 0xFFFF)
+        return (2 * half - 0xFFFF).to(torch.float32) * D.UNIFORM_SCALE
+    return _box_muller(word, second)
+
+
+def _word(key: Key, direction: int, parameter: int, number: Tensor) -> Tensor:
+    """Words of the parameter's stream, by their number."""
+    block = number // D.TILE_WORDS * D.LANES + number % D.LANES
+    c1 = block >> 32 << 16 | direction
+    words = philox(
+        block & MASK, c1, torch.full_like(block, parameter), torch.full_like(block, key.step), *key.seed_words
+    )
+    row = number // D.LANES % 4
+    return torch.stack(words).gather(0, row[None])[0]
+
+
+def _box_muller(word: Tensor, second: Tensor) -> Tensor:
+    """The cosine half of the pair that a word makes, or its sine half where `second`."""
+    u = (word >> 1 | 1).to(torch.float32)  # 2^31 times a number in (0, 1]
+    bits = u.view(torch.int32) - D.SQRT_HALF_BITS
+    exponent = ((bits >> 23) - 31).to(torch.float32)
+    f = ((bits & 0x7FFFFF) + D.SQRT_HALF_BITS).view(torch.float32) - 1.0
+    radius = _sqrt((exponent * D.LN2 + f * _polynomial(D.LOG, f)) * -2.0)
+
+    x = ((word >> 1 & 0x7FFE) + 1).to(torch.float32) * 2.0**-15
+    y = x * x
+    cosine = torch.where(word & 1 == 1, -radius, radius) * ((1.0 - y) * _polynomial(D.COS, y))
+    sine = torch.where(word & 2 == 2, -radius, radius) * (x * _polynomial(D.SIN, y))
+    return torch.where(second, sine, cosine)
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Rounded to nearest, which torch's own float32 square root is not on every device."""
+    return torch.sqrt(x.to(torch.float64)).to(torch.float32)
+
+
+def _polynomial(coefficients: Sequence[float], x: Tensor) -> Tensor:
+    result = torch.full_like(x, coefficients[-1])
+    for c in reversed(coefficients[:-1]):
+        result = result * x + c
+    return result
+
+
+def _pieces(tensor: Tensor, start: int = 0) -> Iterator[tuple[Tensor, int]]:
+    """Views of at most CHUNK elements that make up the tensor, each with the index of its first element."""
+    if tensor.numel() <= CHUNK:
+        yield tensor, start
+        return
+    row = tensor[0].numel()
+    for piece in torch.split(tensor, max(1, CHUNK // row)):
+        if row > CHUNK:
+            yield from _pieces(piece[0], start)
+        else:
+            yield piece, start
+        start += piece.numel()
+
+
+class Reference:
+    """Moves tensors of any device, dtype and layout, slowly and visibly."""
+
+    name = "reference"
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots = slots
+
+    def add(self, key: Key, terms: Sequence[Term]) -> None:
+        for slot in self.slots:
+            compute = torch.promote_types(slot.tensor.dtype, torch.float32)
+            for piece, start in _pieces(slot.tensor):
+                for direction, scales in terms:
+                    noise = values(key, direction, slot.parameter, start, start + piece.numel(), piece.device).view(
+                        piece.shape
+                    )
+                    scale = torch.tensor(scales[slot.group], dtype=compute, device=piece.device)
+                    piece.copy_(piece.to(compute) + noise.to(compute) * scale)
+
+    def squares(self, key: Key, direction: int) -> int:
+        total = 0
+        for slot in self.slots:
+            for piece, start in _pieces(slot.tensor):
+                noise = values(key, direction, slot.parameter, start, start + piece.numel(), piece.device)
+                total += int((noise * noise * D.FIXED_POINT).to(torch.int64).sum())
+        return total

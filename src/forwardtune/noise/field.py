@@ -1,0 +1,178 @@
+"""The random directions of a run, as a field over its parameters.
+
+`s[i] = noise(seed, step, direction, parameter, i)`: nothing is stored and nothing is drawn, the field only knows which
+tensors it covers and moves them along its directions, in place, in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from forwardtune.errors import InvalidArgumentError
+from forwardtune.noise.backends import reference
+from forwardtune.noise.backends.interface import Backend, Key, Slot, Term
+from forwardtune.noise.distributions import DISTRIBUTIONS, Distribution, sphere_scale
+from forwardtune.noise.selection import choose
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+LIMITS = {"seed": 2**64, "step": 2**32, "direction": 2**16}
+
+
+def check_number(name: str, value: int) -> None:
+    """Refuses a seed, step or direction that the counter of the generator has no room for."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < LIMITS[name]:
+        raise InvalidArgumentError(f"{name} must be an integer from 0 to {LIMITS[name] - 1}, not {value!r}")
+
+
+class Field:
+    """The directions of a run over groups of tensors.
+
+    >>> x = torch.zeros(3)
+    >>> field = Field([[x]], seed=0, distribution="rademacher")
+    >>> field.add(step=0, terms=[(0, [0.5])])
+    >>> x
+    tensor([-0.5000,  0.5000, -0.5000])
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Iterable[Tensor]],
+        *,
+        seed: int = 0,
+        distribution: Distribution = "rademacher",
+        backend: str = "auto",
+    ) -> None:
+        check_number("seed", seed)
+        if distribution not in DISTRIBUTIONS:
+            raise InvalidArgumentError(
+                f"unknown distribution {distribution!r}; choose one of {', '.join(DISTRIBUTIONS)}"
+            )
+        self.seed, self.distribution, self.backend = seed, distribution, backend
+        self._tensors = [(g, tensor) for g, group in enumerate(groups) for tensor in group]
+        self._lengths: dict[tuple[int, int], float] = {}
+        self._plan()
+
+    def _plan(self) -> None:
+        slots = _distinct(self._tensors)
+        self.dimension = sum(slot.tensor.numel() for slot in slots)
+        by_kind: dict[type[Backend], list[Slot]] = {}
+        for slot in slots:
+            by_kind.setdefault(choose(self.backend, slot.tensor.device), []).append(slot)
+        self._backends = [kind(members) for kind, members in by_kind.items()]
+        self._addresses = [tensor.data_ptr() for _, tensor in self._tensors]
+        self._layout = [_layout(tensor) for _, tensor in self._tensors]
+
+    @property
+    def backends(self) -> str:
+        """The backends that move the tensors, by name."""
+        return "+".join(backend.name for backend in self._backends)
+
+    def refresh(self) -> None:
+        """Notices tensors whose memory, dtype or layout has changed."""
+        if self._layout != [_layout(tensor) for _, tensor in self._tensors]:
+            self._plan()
+
+    def add(self, step: int, terms: Sequence[Term]) -> None:
+        """Moves all tensors: `x += sum over terms of offset[group] * s(step, direction)`, in one pass."""
+        if self._addresses != [tensor.data_ptr() for _, tensor in self._tensors]:
+            self._plan()
+        key = Key(self.seed, step, self.distribution)
+        if self.distribution == "sphere":
+            terms = [(j, [t * self._length(key, j) for t in offsets]) for j, offsets in terms]
+        for backend in self._backends:
+            backend.add(key, terms)
+
+    def _length(self, key: Key, direction: int) -> float:
+        """What the normal vector is multiplied by to lie on the sphere; kept for the step under way."""
+        if any(step != key.step for step, _ in self._lengths):
+            self._lengths.clear()
+        if (key.step, direction) not in self._lengths:
+            squares = sum(backend.squares(key, direction) for backend in self._backends)
+            self._lengths[key.step, direction] = sphere_scale(self.dimension, squares)
+        return self._lengths[key.step, direction]
+
+    def values(self, step: int, direction: int, parameter: int, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop` of the direction in one parameter, as float32 on the CPU."""
+        key = Key(self.seed, step, self.distribution)
+        noise = reference.values(key, direction, parameter, start, stop, torch.device("cpu"))
+        return noise * self._length(key, direction) if self.distribution == "sphere" else noise
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def check_tensor(tensor: Tensor) -> None:
+    """Refuses what cannot be moved along a line, and says why."""
+    if torch.nn.parameter.is_lazy(tensor):
+        raise InvalidArgumentError("a parameter is not initialised yet; run the model once before making the optimizer")
+    if tensor.dtype not in DTYPES:
+        raise InvalidArgumentError(
+            f"a parameter of dtype {tensor.dtype} cannot be tuned: only float64, float32, bfloat16 and float16 can; "
+            "leave it out of the optimizer"
+        )
+    if tensor.device.type == "meta" or tensor.layout != torch.strided:
+        raise InvalidArgumentError(
+            f"a parameter on {tensor.device} with layout {tensor.layout} has no dense memory to move; "
+            "materialise it first (module.to_empty, tensor.to_dense)"
+        )
+
+
+def _distinct(tensors: Sequence[tuple[int, Tensor]]) -> list[Slot]:
+    """Numbers the tensors; the same memory seen twice is one parameter, and memory half shared is an error."""
+    slots: list[Slot] = []
+    seen: set[tuple[object, ...]] = set()
+    for group, tensor in tensors:
+        check_tensor(tensor)
+        layout = _layout(tensor)
+        if tensor.numel() and layout in seen:
+            continue
+        seen.add(layout)
+        slots.append(Slot(tensor.detach(), len(slots), group))
+    _refuse_overlap([slot.tensor for slot in slots])
+    return slots
+
+
+def _refuse_overlap(tensors: Sequence[Tensor]) -> None:
+    """Raises if any element of memory belongs to two tensors, or twice to one."""
+    by_storage: dict[tuple[torch.device, int], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            key = tensor.device, tensor.untyped_storage().data_ptr()
+            by_storage.setdefault(key, []).append(tensor)
+    for members in by_storage.values():
+        members.sort(key=Tensor.data_ptr)
+        ends = [tensor.data_ptr() + tensor.nbytes for tensor in members]
+        apart = all(end <= after.data_ptr() for end, after in zip(ends, members[1:], strict=False))
+        if apart and all(_is_dense(tensor) for tensor in members):
+            continue
+        _mark_elements(members)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their stretch of memory, each once, in whatever order of axes."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _mark_elements(members: Sequence[Tensor]) -> None:
+    """The slow and certain check for strided views of one storage: marks each element's memory as taken."""
+    size = min(tensor.element_size() for tensor in members)
+    taken = torch.zeros(members[0].untyped_storage().nbytes() // size, dtype=torch.bool)
+    for tensor in members:
+        step = tensor.element_size() // size
+        strides = (*(s * step for s in tensor.stride()), 1)
+        before = int(taken.count_nonzero())
+        taken.as_strided((*tensor.shape, step), strides, tensor.storage_offset() * step).fill_(True)
+        if int(taken.count_nonzero()) - before != tensor.numel() * step:
+            raise InvalidArgumentError(
+                f"a parameter of shape {tuple(tensor.shape)} shares part of its memory with another or with itself "
+                "(a view or an expanded tensor); give the optimizer the underlying tensor, or a clone"
+            )
