@@ -58,11 +58,13 @@ class Objective:
 
 
 def _as_float(loss: Any) -> float:
-    if isinstance(loss, Tensor) and (loss.numel() != 1 or loss.is_complex()):
-        raise InvalidArgumentError(
-            f"the closure must return one real number, not a {loss.dtype} tensor of shape {tuple(loss.shape)}; "
-            "reduce it, for instance with .mean()"
-        )
+    if isinstance(loss, Tensor):
+        if loss.numel() != 1 or loss.is_complex():
+            raise InvalidArgumentError(
+                f"the closure must return one real number, not a {loss.dtype} tensor of shape {tuple(loss.shape)}; "
+                "reduce it, for instance with .mean()"
+            )
+        loss = loss.detach()
     try:
         return float(loss)
     except (TypeError, ValueError) as error:

@@ -95,9 +95,9 @@ class Field:
         return self._lengths[key.step, direction]
 
     def values(self, step: int, direction: int, parameter: int, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` of the direction in one parameter, as float32 on the CPU."""
+        """Elements `start` to `stop` of the direction in one parameter, as float64 on the CPU."""
         key = Key(self.seed, step, self.distribution)
-        noise = reference.values(key, direction, parameter, start, stop, torch.device("cpu"))
+        noise = reference.values(key, direction, parameter, start, stop, torch.device("cpu")).to(torch.float64)
         return noise * self._length(key, direction) if self.distribution == "sphere" else noise
 
 

@@ -31,7 +31,11 @@ def constants(c: float) -> Constants:
 
 
 def constants_for_dimension(d: int) -> Constants:
-    """A and B for the steps of option 4, which ask for `e^c >= 1 + 1/sqrt(2 d)`; both near 1.01 for d = 10,000."""
+    """A and B for the steps of option 4, which ask for `e^c >= 1 + 1/sqrt(2 d)`.
+
+    >>> constants_for_dimension(1000)
+    Constants(A=1.0112..., B=1.0111...)
+    """
     return constants(math.log1p(1 / math.sqrt(2 * d)))
 
 

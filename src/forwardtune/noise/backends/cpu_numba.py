@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numba import carray, njit, types
 from numba.extending import intrinsic
+from torch.autograd.graph import increment_version
 
 from forwardtune.noise import distributions as D
 from forwardtune.noise import philox as P
@@ -313,6 +314,7 @@ class CpuNumba:
                 at = address if layout >= 0 else address + start * size
                 count = min(CHUNK, t.numel() - start)
                 chunks.append((at, count, start, slot.parameter, slot.group, DTYPES.index(t.dtype), size, layout))
+        self.tensors = [slot.tensor for slot in slots if not slot.tensor.is_inference()]
         dims = max((len(shape) for shape, _ in layouts), default=1)
         self.chunks = np.array(chunks, i64).reshape(-1, 8)
         self.shapes = np.array([[1] * (dims - len(s)) + list(s) for s, _ in layouts], i64).reshape(-1, dims)
@@ -329,6 +331,9 @@ class CpuNumba:
                 self.chunks, self.shapes, self.strides, first, last, kind, step, u32(k0), u32(k1), directions, scales
             )
         )
+
+        for tensor in self.tensors:
+            increment_version(tensor)
 
     def squares(self, key: Key, direction: int) -> int:
         k0, k1 = key.seed_words

@@ -44,7 +44,7 @@ class Backend(Protocol):
     def __init__(self, slots: Sequence[Slot]) -> None: ...
 
     def add(self, key: Key, terms: Sequence[Term]) -> None:
-        """`tensor += scale * s` for every slot and term."""
+        """`tensor += scale * s` for every slot and term; a scale of zero leaves the tensor untouched."""
 
     def squares(self, key: Key, direction: int) -> int:
         """The squared length of the direction's normal vector over all slots, in fixed point."""

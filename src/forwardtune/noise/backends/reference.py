@@ -96,18 +96,20 @@ class Reference:
     def add(self, key: Key, terms: Sequence[Term]) -> None:
         for slot in self.slots:
             compute = torch.promote_types(slot.tensor.dtype, torch.float32)
+            moves = [(direction, scales[slot.group]) for direction, scales in terms if scales[slot.group]]
             for piece, start in _pieces(slot.tensor):
-                for direction, scales in terms:
-                    noise = values(key, direction, slot.parameter, start, start + piece.numel(), piece.device).view(
-                        piece.shape
-                    )
-                    scale = torch.tensor(scales[slot.group], dtype=compute, device=piece.device)
-                    piece.copy_(piece.to(compute) + noise.to(compute) * scale)
+                for direction, scale in moves:
+                    noise = self._noise(key, direction, slot, piece, start).to(compute)
+                    piece.copy_(piece.to(compute) + noise * torch.tensor(scale, dtype=compute, device=piece.device))
 
     def squares(self, key: Key, direction: int) -> int:
         total = 0
         for slot in self.slots:
             for piece, start in _pieces(slot.tensor):
-                noise = values(key, direction, slot.parameter, start, start + piece.numel(), piece.device)
+                noise = self._noise(key, direction, slot, piece, start)
                 total += int((noise * noise * D.FIXED_POINT).to(torch.int64).sum())
         return total
+
+    def _noise(self, key: Key, direction: int, slot: Slot, piece: Tensor, start: int) -> Tensor:
+        noise = values(key, direction, slot.parameter, start, start + piece.numel(), piece.device)
+        return noise.view(piece.shape)

@@ -1,0 +1,58 @@
+"""What all benchmarks share: ratios measured in one run, interleaved, best of several; a table, and JSON rows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+Row = dict[str, str | float]
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file as well")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of which the best counts (default 7)")
+    return parser
+
+
+def interleaved(candidates: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """The best time of each candidate in seconds; every round runs each once, so that all meet the same noise."""
+    best = dict.fromkeys(candidates, float("inf"))
+    for run in candidates.values():
+        run()
+    for _ in range(rounds):
+        for name, run in candidates.items():
+            start = time.perf_counter()
+            run()
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+def ratios(seconds: Mapping[str, float], baseline: str) -> list[Row]:
+    return [
+        {"name": name, "baseline": baseline, "ratio": value / seconds[baseline], "seconds": value}
+        for name, value in seconds.items()
+    ]
+
+
+def report(title: str, rows: list[Row], path: Path | None) -> None:
+    """Prints the rows as a table and writes them as JSON if asked to."""
+    table = Table("", "seconds", "ratio", "baseline", title=title)
+    for row in rows:
+        table.add_row(str(row["name"]), f"{row['seconds']:.4f}", f"{row['ratio']:.2f}", str(row["baseline"]))
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(rows, indent=1) + "\n")

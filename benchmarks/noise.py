@@ -1,0 +1,52 @@
+"""One pass of noise over the weights of GPT-2's size, against the memory limit and against the published MeZO way.
+
+    python -m benchmarks.noise [--json FILE]
+
+The limit is torch's in-place addition of a number: one read and one write of every weight. The published way draws a
+tensor of normal noise for each parameter and adds it, one parameter after the other.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.harness import arguments, interleaved, ratios, report
+from forwardtune import Field
+from forwardtune.noise import DISTRIBUTIONS
+
+
+def gpt2_shapes() -> list[tuple[int, ...]]:
+    """The parameters of GPT-2 (124M), in order."""
+    d, layer = 768, []
+    layer += [(d,), (d,), (d, 3 * d), (3 * d,), (d, d), (d,)]
+    layer += [(d,), (d,), (d, 4 * d), (4 * d,), (4 * d, d), (d,)]
+    return [(50257, d), (1024, d), *layer * 12, (d,), (d,)]
+
+
+def published(parameters: list[torch.Tensor], scale: float) -> None:
+    """MeZO's perturbation as its paper's code does it."""
+    torch.manual_seed(0)
+    for p in parameters:
+        z = torch.normal(mean=0, std=1, size=p.size(), device=p.device, dtype=p.dtype)
+        p.data = p.data + scale * z
+
+
+def main() -> None:
+    options = arguments(__doc__.splitlines()[0]).parse_args()
+    parameters = [torch.zeros(shape) for shape in gpt2_shapes()]
+    theirs = [torch.zeros(shape) for shape in gpt2_shapes()]
+    fields = {name: Field([parameters], distribution=name) for name in DISTRIBUTIONS}
+    steps = iter(range(2**32))  # a new step each time: the sphere's length is not remembered
+
+    candidates = {"in-place add": lambda: [p.add_(1e-3) for p in parameters]}
+    for name, field in fields.items():
+        candidates[f"forwardtune, {name}"] = lambda field=field: field.add(next(steps), [(0, [1e-3])])
+    candidates["published MeZO"] = lambda: published(theirs, 1e-3)
+
+    seconds = interleaved(candidates, options.rounds)
+    count = sum(p.numel() for p in parameters)
+    report(f"one pass over {count / 1e6:.0f}M float32 weights", ratios(seconds, "in-place add"), options.json)
+
+
+if __name__ == "__main__":
+    main()

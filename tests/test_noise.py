@@ -1,0 +1,258 @@
+"""Every backend gives the reference's bits, and the reference's bits have the distribution they claim."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from forwardtune import Field, InvalidArgumentError
+from forwardtune.noise import DISTRIBUTIONS
+from forwardtune.noise.backends import cpu_numba, reference
+from forwardtune.noise.backends.interface import Key, Slot
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+CPU = torch.device("cpu")
+
+
+def draw(distribution, count, *, seed=0, step=0, direction=0, parameter=0, start=0):
+    """A long stretch of noise, by the fast backend (which the tests here compare with the reference)."""
+    x = torch.zeros(start + count)
+    cpu_numba.CpuNumba([Slot(x, parameter, 0)]).add(Key(seed, step, distribution), [(direction, [1.0])])
+    return x[start:].double().numpy()
+
+
+def assert_same_bits(a, b):
+    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.element_size()]
+    assert torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+def tensors(draw, dtype, generator):
+    """Random tensors, some of them transposed, sliced or channels-last."""
+    shape = draw(st.lists(st.integers(0, 40), max_size=4).filter(lambda s: math.prod(s) <= 30_000))
+    x = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    layout = draw(st.sampled_from(["plain", "transposed", "sliced", "channels_last"]))
+    if layout == "transposed":
+        return x.permute(list(reversed(range(x.dim()))))
+    if layout == "sliced" and x.dim():
+        return torch.cat([x, x], dim=-1)[..., ::2]
+    if layout == "channels_last" and x.dim() == 4:
+        return x.to(memory_format=torch.channels_last)
+    return x
+
+
+@st.composite
+def models(draw):
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    count = draw(st.integers(1, 6))
+    return [tensors(draw, draw(st.sampled_from(DTYPES)), generator) for _ in range(count)]
+
+
+keys = st.builds(Key, st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.sampled_from(DISTRIBUTIONS))
+terms = st.lists(
+    st.tuples(st.integers(0, 2**16 - 1), st.tuples(*[st.floats(-1e3, 1e3, allow_subnormal=False)] * 2)),
+    min_size=1,
+    max_size=3,
+)
+
+
+@given(models(), keys, terms)
+def test_numba_equals_reference_bit_for_bit(model, key, terms):
+    copies = [copy.deepcopy(tensor) for tensor in model]  # keeps the strides, which clone does not
+    for backend, members in ((reference.Reference, model), (cpu_numba.CpuNumba, copies)):
+        slots = [Slot(tensor, number, number % 2) for number, tensor in enumerate(members)]
+        moved = backend(slots)
+        moved.add(key, terms)
+    for ours, theirs in zip(model, copies, strict=True):
+        assert ours.stride() == theirs.stride()
+        assert_same_bits(ours, theirs)
+    key = key._replace(distribution="sphere")
+    assert reference.Reference(slots).squares(key, 3) == cpu_numba.CpuNumba(slots).squares(key, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bit_sums_round_like_torch(dtype):
+    """All 65,536 bit patterns, subnormals, infinities and NaNs among them, plus noise of several sizes."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    for scale in (0.0, 1e-8, 3e-5, 0.37, 3e4, 1e38):
+        ours, theirs = x.clone(), x.clone()
+        cpu_numba.CpuNumba([Slot(ours, 0, 0)]).add(Key(1, 2, "normal"), [(0, [scale])])
+        reference.Reference([Slot(theirs, 0, 0)]).add(Key(1, 2, "normal"), [(0, [scale])])
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        assert_same_bits(ours.nan_to_num(0.0), theirs.nan_to_num(0.0))
+
+
+@pytest.mark.parametrize("distribution", ["rademacher", "uniform", "normal"])
+def test_any_stretch_can_be_computed_alone(distribution):
+    key = Key(5, 6, distribution)
+    whole = draw(distribution, 30_000, seed=5, step=6, direction=3, parameter=4)
+    for start, stop in ((0, 1), (511, 514), (8191, 8200), (12_345, 29_999)):
+        part = reference.values(key, 3, 4, start, stop, CPU)
+        np.testing.assert_array_equal(part.double().numpy(), whole[start:stop])
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_threads_do_not_change_a_bit(distribution):
+    results = []
+    for threads in (1, 2, 3, 5):
+        torch.set_num_threads(threads)
+        x = torch.zeros(700_001), torch.zeros(513, 3).t()
+        try:
+            Field([x], seed=3, distribution=distribution, backend="numba").add(7, [(0, [0.1]), (1, [-0.3])])
+        finally:
+            torch.set_num_threads(1)
+        results.append(torch.cat([t.flatten() for t in x]))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_large_indices_reach_the_upper_counter_words():
+    """Beyond 2^32 blocks the counter's second word takes over; no stretch repeats an earlier one."""
+    key = Key(0, 0, "normal")
+    low, high = (reference.values(key, 0, 0, start, start + 512, CPU) for start in (0, 512 * 2**26))
+    assert not torch.equal(low, high)
+    assert not torch.equal(high, reference.values(key, 1, 0, 0, 512, CPU))
+
+
+# --- statistics on ten million draws; the bounds are five standard errors, or a p-value of 1e-4 ---
+
+N = 10_000_000
+MOMENTS = {"rademacher": (0, 1, 0, 1), "uniform": (0, 1, 0, 9 / 5), "normal": (0, 1, 0, 3)}
+EIGHTH = {"rademacher": 1, "uniform": 9.0, "normal": 105}  # E s^8, for the error of the fourth moment
+
+
+@pytest.mark.parametrize("distribution", list(MOMENTS))
+def test_moments_and_correlations(distribution):
+    s = draw(distribution, N)
+    second, fourth = MOMENTS[distribution][1], MOMENTS[distribution][3]
+    sixth = {"rademacher": 1, "uniform": 27 / 7, "normal": 15}[distribution]
+    deviations = (
+        math.sqrt(second),
+        math.sqrt(fourth - 1),
+        math.sqrt(sixth),
+        math.sqrt(EIGHTH[distribution] - fourth**2),
+    )
+    for power, (expected, deviation) in enumerate(zip(MOMENTS[distribution], deviations, strict=True), start=1):
+        assert abs((s**power).mean() - expected) <= 5 * deviation / math.sqrt(N) + 1e-9, power
+    for lag in (1, 2, 31, 32, 64, 128, 256, 512, 4096, 8192):
+        assert abs((s[lag:] * s[:-lag]).mean()) < 5 / math.sqrt(N), lag
+        squares = s**2 - 1
+        assert abs((squares[lag:] * squares[:-lag]).mean()) <= 5 * (fourth - 1) / math.sqrt(N) + 1e-9, lag
+
+
+def test_kolmogorov_smirnov():
+    assert stats.kstest(draw("normal", N), "norm").pvalue > 1e-4
+    width = math.sqrt(3)
+    assert stats.kstest(draw("uniform", N), stats.uniform(-width, 2 * width).cdf).pvalue > 1e-4
+
+
+def test_the_normal_is_box_and_mullers_and_its_tail_reaches_6_55():
+    word = torch.tensor([0, 1, 2**32 - 1, 2**31, 123456789, 987654321, 3_000_000_001])
+    u = (word >> 1 | 1).float().double() / 2**31
+    angle = ((word >> 2 & 0x3FFF).double() + 0.5) / 2**14 * math.pi / 2
+    for second, trig, bit in ((False, torch.cos, 1), (True, torch.sin, 2)):
+        ours = reference._box_muller(word, torch.full_like(word, second, dtype=torch.bool)).double()
+        sign = torch.where(word & bit == bit, -1.0, 1.0)
+        exact = sign * torch.sqrt(-2 * torch.log(u)) * trig(angle)
+        torch.testing.assert_close(ours, exact, rtol=3e-6, atol=1e-9)
+    longest = reference._box_muller(torch.tensor([0]), torch.tensor([False])).item()
+    assert longest == pytest.approx(math.sqrt(2 * 31 * math.log(2)), rel=1e-5)
+
+
+@pytest.mark.parametrize("distribution", list(MOMENTS))
+@pytest.mark.parametrize("other", [{"seed": 1}, {"seed": 2**32}, {"step": 1}, {"direction": 1}, {"parameter": 1}])
+def test_streams_are_unrelated(distribution, other):
+    n = 1_000_000
+    a, b = draw(distribution, n), draw(distribution, n, **other)
+    assert not np.array_equal(a[:64], b[:64])
+    assert abs((a * b).mean()) < 5 / math.sqrt(n)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_directions_have_the_length_of_the_dimension(distribution):
+    x = [torch.zeros(70_000), torch.zeros(30, 1000, dtype=torch.float64)]
+    field = Field([x], distribution=distribution)
+    field.add(0, [(0, [1.0])])
+    length = sum(float((t.double() ** 2).sum()) for t in x)
+    if distribution in ("sphere", "rademacher"):
+        assert length == pytest.approx(field.dimension, rel=1e-6)
+    else:
+        assert length == pytest.approx(field.dimension, rel=5 * math.sqrt(2 / field.dimension))
+
+
+def test_values_are_what_add_adds():
+    for distribution in DISTRIBUTIONS:
+        x = [torch.zeros(300), torch.zeros(7, 9)]
+        field = Field([x[:1], x[1:]], seed=11, distribution=distribution)
+        field.add(4, [(2, [1.0, 2.0])])
+        torch.testing.assert_close(x[0].double(), field.values(4, 2, 0, 0, 300), rtol=1e-6, atol=0)
+        torch.testing.assert_close(x[1].flatten().double(), 2 * field.values(4, 2, 1, 0, 63), rtol=1e-6, atol=0)
+
+
+def test_slopes_lie_inside_the_lemma_for_rademacher():
+    from forwardtune.theory.smoothness import slope_bounds
+
+    rng = np.random.default_rng(0)
+    for g in (np.eye(1, 50)[0], np.ones(2), rng.standard_normal(200), rng.standard_cauchy(50)):
+        s = draw("rademacher", 20_000 * len(g)).reshape(-1, len(g))
+        slopes = np.abs(s @ g)
+        error = 5 * slopes.std() / math.sqrt(len(slopes))
+        low, high = slope_bounds(float(np.linalg.norm(g)))
+        assert low - error <= slopes.mean() <= high + error
+
+
+# --- the field ---
+
+
+def test_field_follows_storage_that_moves():
+    p = torch.nn.Parameter(torch.zeros(1000))
+    field = Field([[p]], seed=1)
+    field.add(0, [(0, [1.0])])
+    before = p.detach().clone()
+    old, p.data = p.data, p.data.clone()
+    field.add(0, [(0, [-1.0])])
+    assert p.abs().max() == 0
+    assert torch.equal(old, before)
+    p.data = p.data.double().reshape(10, 100).t()
+    field.refresh()
+    field.add(0, [(0, [1.0])])
+    assert torch.equal(p.detach().flatten().float(), before)
+
+
+def test_same_memory_is_one_parameter():
+    a = torch.zeros(100)
+    field = Field([[a, a.view(100)]])
+    field.add(0, [(0, [0.5])])
+    assert field.dimension == 100
+    assert torch.equal(a.abs(), torch.full((100,), 0.5))
+
+
+@pytest.mark.parametrize(
+    "views",
+    [
+        lambda a: [a[:60], a[40:]],
+        lambda a: [a[:1].expand(50)],
+        lambda a: [a.view(10, 10)[:, :6], a.view(10, 10)[:, 5:]],
+        lambda a: [a[:50], a.view(torch.float64)[20:]],
+    ],
+)
+def test_partly_shared_memory_is_refused(views):
+    with pytest.raises(InvalidArgumentError, match="shares part of its memory"):
+        Field([views(torch.zeros(100))])
+
+
+def test_disjoint_views_of_one_storage_are_fine():
+    a = torch.zeros(10, 10)
+    Field([[a[:, ::2], a[:, 1::2]]]).add(0, [(0, [1.0])])
+    assert torch.equal(a.abs(), torch.ones(10, 10))
+
+
+def test_in_place_moves_are_seen_by_autograd():
+    w = torch.ones(3, requires_grad=True)
+    loss = (w * w).sum()
+    Field([[w]]).add(0, [(0, [1.0])])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -1,0 +1,543 @@
+"""What a user of torch.optim expects, for every method alike."""
+
+import copy
+import io
+import math
+import pickle
+import signal
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import forwardtune as ft
+
+# One table of optimizers drives all tests: name -> (constructor, evaluations a step)
+METHODS = {
+    "VS2P": (lambda p, **k: ft.VS2P(p, **{"lr": 1.0, "rho": 1e-2, **k}), 2),
+    "MeZO": (lambda p, **k: ft.MeZO(p, **{"lr": 1e-2, **k}), 2),
+    "STP": (lambda p, **k: ft.STP(p, **{"lr": 1e-2, **k}), 3),
+    "S2P-1": (lambda p, **k: ft.S2P(p, **{"step_size": "stationary", "alpha0": 1.0, "steps": 50, **k}), 2),
+    "S2P-2": (lambda p, **k: ft.S2P(p, **{"step_size": "dynamic", "L": 0.5, **k}), 4),
+    "S2P-3": (lambda p, **k: ft.S2P(p, **{"step_size": "stationary-relaxed", "L1": 10.0, "steps": 50, **k}), 2),
+    "S2P-4": (lambda p, **k: ft.S2P(p, **{"step_size": "dynamic-relaxed", "L0": 0.5, "L1": 0.5, **k}), 4),
+}
+every_method = pytest.mark.parametrize("method", list(METHODS))
+
+
+def network(dtype=torch.float32):
+    """A small network with dropout and BatchNorm."""
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3)
+    return nn.Sequential(*layers).to(dtype)
+
+
+def loss_of(model):
+    """The loss of one fixed batch."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 6, generator=generator).to(next(model.parameters()).dtype)
+    y = torch.randint(0, 3, (40,), generator=generator)
+    return lambda: F.cross_entropy(model(x), y)
+
+
+def problem(dtype=torch.float32):
+    model = network(dtype)
+    return model, loss_of(model)
+
+
+def weights(model):
+    return torch.cat([p.detach().double().flatten() for p in model.parameters()])
+
+
+@every_method
+def test_evaluations_and_record(method):
+    make, evaluations = METHODS[method]
+    model, closure = problem()
+    optimizer = make(model.parameters())
+    calls = []
+
+    def counting():
+        assert not torch.is_grad_enabled()
+        calls.append(float(closure()))
+        return torch.tensor(calls[-1])
+
+    loss = optimizer.step(counting)
+    record = optimizer.last_step
+    assert len(calls) == evaluations == len(record.offsets) == len(record.losses) == record.queries == optimizer.queries
+    assert list(record.losses) == calls
+    assert record.taken
+    assert record.step == 0
+    nearest = min(map(abs, record.offsets))
+    near = [v for t, v in zip(record.offsets, record.losses, strict=True) if abs(t) == nearest]
+    assert isinstance(loss, torch.Tensor)
+    assert float(loss) == pytest.approx(sum(near) / len(near))
+    assert all(p.grad is None for p in model.parameters())
+
+
+@every_method
+@pytest.mark.parametrize("distribution", ["rademacher", "normal", "uniform", "sphere"])
+def test_the_loss_falls(method, distribution):
+    make, _ = METHODS[method]
+    model, closure = problem()
+    model.eval()
+    with torch.no_grad():
+        before = float(closure())
+    optimizer = make(model.parameters(), distribution=distribution, directions=2)
+    for _ in range(150):
+        optimizer.step(closure)
+    with torch.no_grad():
+        assert float(closure()) < 0.97 * before
+
+
+@every_method
+def test_a_step_moves_to_t(method):
+    """x + t*s in one go is where the walk over the probes ends, to within rounding."""
+    make, _ = METHODS[method]
+    model, closure = problem(torch.float64)
+    optimizer = make(model.parameters(), seed=4)
+    for step in range(5):
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.step(closure)
+        for number, (old, p) in enumerate(zip(before, model.parameters(), strict=True)):
+            s = optimizer.field.values(step, 0, number, 0, p.numel()).view(p.shape)
+            torch.testing.assert_close(p.detach(), old + optimizer.last_step.t * s, rtol=0, atol=1e-14)
+
+
+@every_method
+def test_directions_are_averaged(method):
+    make, evaluations = METHODS[method]
+    model, closure = problem(torch.float64)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = make(model.parameters(), seed=4, directions=3)
+    optimizer.step(closure)
+    record = optimizer.last_step
+    assert optimizer.queries == 3 * evaluations
+    for number, (old, p) in enumerate(zip(before, model.parameters(), strict=True)):
+        lines = [optimizer.field.values(0, j, number, 0, p.numel()).view(p.shape) for j in range(3)]
+        moved = sum(record.lines[j][0].t * s for j, s in enumerate(lines)) / 3
+        torch.testing.assert_close(p.detach(), old + moved, rtol=0, atol=1e-14)
+
+
+def walk(model, optimizer, steps):
+    closure = loss_of(model)
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = group["first_lr"] * (1 + math.cos(step / 10))
+        optimizer.step(closure)
+
+
+def pickled(model, optimizer, make):
+    return pickle.loads(pickle.dumps((model, optimizer)))
+
+
+def deep_copied(model, optimizer, make):
+    return copy.deepcopy((model, optimizer))
+
+
+def saved(model, optimizer, make):
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    other = network(next(model.parameters()).dtype)
+    fresh = make(other.parameters(), seed=1)
+    for target, state in zip((other, fresh), torch.load(file, weights_only=True), strict=True):
+        target.load_state_dict(state)
+    return other, fresh
+
+
+def snapshot(model, optimizer, make):
+    """A state_dict is not touched by steps that follow, and two optimizers that load it do not share it."""
+    weights, state = copy.deepcopy(model.state_dict()), optimizer.state_dict()
+    walk(model, optimizer, range(3))
+    pair = [(network(next(model.parameters()).dtype), None) for _ in range(2)]
+    pair = [(model, make(model.parameters(), seed=1)) for model, _ in pair]
+    for other, fresh in pair:
+        other.load_state_dict(weights)
+        fresh.load_state_dict(state)
+    walk(*pair[1], range(2))
+    return pair[0]
+
+
+@every_method
+@pytest.mark.parametrize("how", [pickled, deep_copied, saved, snapshot])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_continued_run_equals_one_never_stopped(method, how, dtype):
+    make, _ = METHODS[method]
+
+    def start():
+        model = network(dtype)
+        optimizer = make(model.parameters(), seed=9, distribution="normal")
+        optimizer.param_groups[0]["first_lr"] = optimizer.param_groups[0]["lr"]
+        torch.manual_seed(1)
+        return model, optimizer
+
+    model, one = start()
+    walk(model, one, range(30))
+    whole = weights(model)
+
+    model, two = start()
+    walk(model, two, range(11))
+    rng = torch.get_rng_state()
+    model, two = how(model, two, make)
+    torch.set_rng_state(rng)
+    walk(model, two, range(11, 30))
+    assert torch.equal(weights(model), whole)
+    assert two.param_groups[0]["memory"] == one.param_groups[0]["memory"]
+    assert two.last_step == one.last_step
+
+
+def test_torch_schedulers_drive_lr():
+    model, closure = problem()
+    optimizer = ft.VS2P(model.parameters(), lr=2.0)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+    for step in range(10):
+        optimizer.step(closure)
+        lr = 1 + math.cos(math.pi * step / 10)
+        assert abs(optimizer.last_step.t) <= lr * 1e-3
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
+    before = weights(model)
+    optimizer.step(closure)
+    torch.testing.assert_close(weights(model), before, rtol=0, atol=1e-6)
+
+
+# --- parameters of all kinds ---
+
+
+def test_groups_have_their_own_lr_and_rho():
+    model, closure = problem(torch.float64)
+    first, second = list(model[0].parameters()), list(model[4].parameters())
+    optimizer = ft.MeZO([{"params": first, "lr": 0.1, "rho": 1e-3}, {"params": second, "rho": 2e-3}], lr=0.5)
+    before = [p.detach().clone() for p in (*first, *second)]
+    optimizer.step(closure)
+    one, two = optimizer.last_step.lines[0]
+    assert one.offsets == (1e-3, -1e-3)
+    assert two.offsets == (2e-3, -2e-3)
+    assert one.losses == two.losses
+    assert one.gamma == pytest.approx(2 * two.gamma)
+    assert one.t == pytest.approx(-0.1 * one.gamma)
+    assert two.t == pytest.approx(-0.5 * two.gamma)
+    for number, (old, p) in enumerate(zip(before, (*first, *second), strict=True)):
+        s = optimizer.field.values(0, 0, number, 0, p.numel()).view(p.shape)
+        t = one.t if number < 2 else two.t
+        torch.testing.assert_close(p.detach(), old + t * s, rtol=0, atol=1e-14)
+
+
+def test_groups_with_the_same_settings_are_one_vector():
+    results = []
+    for split in (False, True):
+        model, closure = problem()
+        params = list(model.parameters())
+        optimizer = ft.VS2P([{"params": params[:2]}, {"params": params[2:]}] if split else params, seed=1)
+        for _ in range(10):
+            optimizer.step(closure)
+        results.append(weights(model))
+    assert torch.equal(*results)
+
+
+@every_method
+def test_named_parameters(method):
+    make, _ = METHODS[method]
+    results = []
+    for named in (False, True):
+        model, closure = problem()
+        optimizer = make(model.named_parameters() if named else model.parameters())
+        optimizer.step(closure)
+        results.append(weights(model))
+    assert torch.equal(*results)
+    assert optimizer.param_groups[0]["param_names"] == [name for name, _ in model.named_parameters()]
+    groups = [{"params": list(model[0].named_parameters())}, {"params": list(model[4].named_parameters())}]
+    assert make(groups).param_groups[1]["param_names"] == ["weight", "bias"]
+
+
+def test_a_group_can_be_added_later():
+    model, closure = problem()
+    optimizer = ft.VS2P(model[0].parameters(), seed=2)
+    optimizer.step(closure)
+    optimizer.add_param_group({"params": model[4].parameters(), "lr": 0.1})
+    before = model[4].weight.detach().clone()
+    optimizer.step(closure)
+    assert not torch.equal(model[4].weight, before)
+    assert optimizer.queries == 4
+    assert optimizer.field.dimension == sum(p.numel() for m in (model[0], model[4]) for p in m.parameters())
+
+
+class Odd(nn.Module):
+    """Parameters of every dtype and layout, some tied."""
+
+    def __init__(self):
+        super().__init__()
+        g = torch.Generator().manual_seed(0)
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.transposed = nn.Parameter(torch.randn(4, 5, generator=g).t())
+        self.f64 = nn.Parameter(torch.randn(5, dtype=torch.float64, generator=g))
+        self.bf16 = nn.Parameter(torch.randn(5, generator=g).bfloat16())
+        self.f16 = nn.Parameter(torch.randn(5, generator=g).half())
+        self.frozen = nn.Parameter(torch.randn(5, generator=g), requires_grad=False)
+        self.tied = self.frozen
+        self.alias = nn.Parameter(self.f64.data)
+
+    def loss(self):
+        parts = self.transposed.sum(1), self.f64, self.bf16.double(), self.f16.double(), self.frozen, self.tied
+        total = sum(part.double() for part in parts) * self.scalar + self.empty.sum()
+        return ((total - 1) ** 2).mean()
+
+
+@every_method
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+def test_odd_parameters(method, backend):
+    make, _ = METHODS[method]
+    model = Odd()
+    optimizer = make(model.parameters(), backend=backend, seed=1)
+    assert optimizer.field.dimension == 1 + 20 + 5 * 4
+    layout = [(p.shape, p.stride(), p.dtype) for p in model.parameters()]
+    first = model.loss().item()
+    for _ in range(200):
+        optimizer.step(model.loss)
+    assert model.loss().item() < first
+    assert layout == [(p.shape, p.stride(), p.dtype) for p in model.parameters()]
+    assert model.alias.data_ptr() == model.f64.data_ptr()
+
+
+@every_method
+def test_backends_walk_in_lockstep(method):
+    """The slow, obvious backend and the fast one: the same weights and the same state, bit for bit."""
+    make, _ = METHODS[method]
+    models = [Odd(), Odd()]
+    optimizers = [
+        make(m.parameters(), backend=b, distribution="normal", directions=2)
+        for m, b in zip(models, ("numba", "reference"), strict=True)
+    ]
+    for _ in range(40):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.step(model.loss)
+        assert optimizers[0].last_step == optimizers[1].last_step
+        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
+# --- what a closure may do ---
+
+
+def test_floats_and_plateaus():
+    """A closure that returns floats, and an objective with plateaus: no move, no NaN, no complaint."""
+    x = torch.tensor([1.0, 2.0])
+    for make, _ in METHODS.values():
+        optimizer = make([x])
+        loss = optimizer.step(lambda: 0.5)
+        assert loss == 0.5
+        assert isinstance(loss, float)
+        assert optimizer.last_step.t == 0
+        assert optimizer.last_step.taken
+    torch.testing.assert_close(x, torch.tensor([1.0, 2.0]))
+
+
+@every_method
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_exception_puts_the_weights_back(method, at):
+    make, _ = METHODS[method]
+    model, closure = problem(torch.float64)
+    optimizer = make(model.parameters(), directions=2)
+    optimizer.step(closure)
+    state, before = copy.deepcopy(optimizer.param_groups[0]["memory"]), weights(model)
+    buffers = [b.clone() for b in model.buffers()]
+    rng = torch.get_rng_state()
+    calls = []
+
+    def failing():
+        calls.append(closure())
+        if len(calls) == at:
+            raise KeyError("mine")
+        return calls[-1]
+
+    with pytest.raises(KeyError, match="mine"):
+        optimizer.step(failing)
+    torch.testing.assert_close(weights(model), before, rtol=0, atol=1e-15)
+    assert optimizer.param_groups[0]["memory"] == state
+    assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    optimizer.step(closure)
+    assert optimizer.last_step.step == 2  # the failed step keeps its number: its noise is never used again
+
+
+def test_an_interrupt_during_a_move_waits_for_its_end(monkeypatch):
+    model, closure = problem(torch.float64)
+    optimizer = ft.VS2P(model.parameters())
+    before = weights(model)
+    add = optimizer.field.add
+
+    def interrupted(step, terms):
+        signal.raise_signal(signal.SIGINT)
+        add(step, terms)
+
+    monkeypatch.setattr(optimizer.field, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(closure)
+    torch.testing.assert_close(weights(model), before, rtol=0, atol=1e-15)
+
+
+def test_steps_work_outside_the_main_thread():
+    model, closure = problem()
+    optimizer = ft.VS2P(model.parameters())
+    thread = threading.Thread(target=optimizer.step, args=(closure,))
+    thread.start()
+    thread.join()
+    assert optimizer.queries == 2
+
+
+@every_method
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite(method, bad):
+    make, _ = METHODS[method]
+    model, closure = problem(torch.float64)
+    optimizer = make(model.parameters(), max_nonfinite=3)
+    optimizer.step(closure)
+    before, memory = weights(model), optimizer.param_groups[0]["memory"]
+    buffers = [b.clone() for b in model.buffers()]
+
+    def sometimes():
+        closure()
+        return bad
+
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        loss = optimizer.step(sometimes)
+    optimizer.step(sometimes)  # warnings are errors here: there is no second one
+    assert repr(loss) == repr(bad)
+    assert not optimizer.last_step.taken
+    torch.testing.assert_close(weights(model), before, rtol=0, atol=1e-15)
+    assert optimizer.param_groups[0]["memory"] is memory
+    assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step(closure)  # a good one in between starts the count anew
+        optimizer.step(sometimes)
+        optimizer.step(sometimes)
+        with pytest.raises(ft.NonFiniteLossError, match="3 steps in a row"):
+            optimizer.step(sometimes)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [(None, "not NoneType"), (torch.ones(3), "reduce it"), (torch.tensor(1j), "one real number"), ("high", "not str")],
+)
+def test_what_is_not_a_loss(returned, message):
+    x = torch.ones(3)
+    with pytest.raises(ft.InvalidArgumentError, match=message):
+        ft.VS2P([x]).step(lambda: returned)
+    torch.testing.assert_close(x, torch.ones(3))
+
+
+# --- VS2P's own rules ---
+
+
+def test_vs2p_step_is_bounded_and_does_not_see_the_scale_of_the_loss():
+    steps = []
+    for factor in (1.0, 1e-6, 1e6):
+        model, closure = problem(torch.float64)
+        optimizer = ft.VS2P(model.parameters(), lr=2.0, rho=1e-2, distribution="normal")
+        taken = []
+        for _ in range(40):
+            optimizer.step(lambda: factor * closure())  # noqa: B023
+            taken.append(optimizer.last_step.t)
+        assert max(map(abs, taken)) <= 2.0 * 1e-2
+        steps.append(taken)
+    assert steps[1] == pytest.approx(steps[0], rel=1e-6)
+    assert steps[2] == pytest.approx(steps[0], rel=1e-6)
+
+
+def test_vs2p_first_step_and_zero_spread():
+    x = torch.zeros(1, dtype=torch.float64)
+    optimizer = ft.VS2P([x], lr=1.0, rho=0.1)
+    signs = iter([1.0, 0.0] * 10)  # every gamma is 5
+    optimizer.step(lambda: next(signs))
+    assert optimizer.last_step.sigma == optimizer.last_step.gamma == 5.0
+    assert optimizer.last_step.t == pytest.approx(-0.1 / 4)  # sigma = |gamma| on the first step
+    optimizer.step(lambda: next(signs))
+    assert optimizer.last_step.sigma == 0.0
+    assert optimizer.last_step.t == pytest.approx(-0.1)  # no spread: the full step, and no more
+
+
+def test_vs2p_window():
+    x = torch.zeros(1, dtype=torch.float64)
+    optimizer = ft.VS2P([x], rho=0.5, window=3)
+    for gamma in (1.0, 2.0, 4.0, 8.0):
+        values = iter([gamma, 0.0])
+        optimizer.step(lambda: next(values))  # noqa: B023
+    assert optimizer.param_groups[0]["memory"] == {"recent": (2.0, 4.0, 8.0)}
+    assert optimizer.last_step.sigma == pytest.approx(math.sqrt(28 / 3))
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: ft.VS2P([]), "empty"),
+        (lambda p: ft.VS2P([{"params": []}]), "empty"),
+        (lambda p: ft.VS2P(p), "pass a list"),
+        (lambda p: ft.VS2P([1.0]), "only tensors"),
+        (lambda p: ft.VS2P([p], lr=-1), "lr must be zero or above"),
+        (lambda p: ft.VS2P([p], lr=math.nan), "lr must be zero or above"),
+        (lambda p: ft.VS2P([p], rho=0), "rho must be above zero"),
+        (lambda p: ft.MeZO([p], rho=-1e-3), "rho must be above zero"),
+        (lambda p: ft.STP([p], lr=math.inf), "lr must be"),
+        (lambda p: ft.VS2P([{"params": [p], "rho": -1}]), "rho must be above zero"),
+        (lambda p: ft.VS2P([p], tau_b=0), "tau_b must be above zero"),
+        (lambda p: ft.VS2P([p], window=1), "window"),
+        (lambda p: ft.VS2P([p], distribution="gauss"), "rademacher, normal, uniform, sphere"),
+        (lambda p: ft.VS2P([p], directions=0), "directions must be above zero"),
+        (lambda p: ft.VS2P([p], seed=-1), "seed must be an integer"),
+        (lambda p: ft.VS2P([p], seed=2**64), "seed must be an integer"),
+        (lambda p: ft.VS2P([p], backend="magic"), "auto, numba, reference"),
+        (lambda p: ft.VS2P([p], max_nonfinite=0), "max_nonfinite"),
+        (lambda p: ft.VS2P([{"params": [p], "seed": 3}]), "holds for the whole run"),
+        (lambda p: ft.VS2P([torch.ones(3, dtype=torch.int64)]), "leave it out"),
+        (lambda p: ft.VS2P([torch.ones(3, dtype=torch.complex64)]), "leave it out"),
+        (lambda p: ft.VS2P([torch.ones(3, device="meta")]), "materialise"),
+        (lambda p: ft.VS2P(nn.LazyLinear(3).parameters()), "run the model once"),
+        (lambda p: ft.S2P([p], step_size="newton"), "stationary, dynamic"),
+        (lambda p: ft.S2P([p], step_size=5), "or 1 to 4"),
+        (lambda p: ft.S2P([p], step_size=1, alpha0=1.0), "needs steps="),
+        (lambda p: ft.S2P([p], step_size="dynamic"), "needs L="),
+        (lambda p: ft.S2P([p], step_size=3, steps=10), "needs L1="),
+        (lambda p: ft.S2P([p], step_size=4, L1=1.0), "needs L0="),
+        (lambda p: ft.S2P([p], step_size=2, L=-1.0), "L must be above zero"),
+        (lambda p: ft.VS2P([p]).step(), "needs a closure"),
+        (lambda p: ft.VS2P([p]).load_state_dict(torch.optim.SGD([p]).state_dict()), "not the state of a forwardtune"),
+    ],
+)
+def test_bad_input_is_refused_with_a_remedy(make, message):
+    with pytest.raises(ft.InvalidArgumentError, match=message):
+        make(torch.ones(3))
+
+
+def test_unknown_options_are_type_errors():
+    with pytest.raises(TypeError, match="momentum"):
+        ft.VS2P([torch.ones(3)], momentum=0.9)
+
+
+def test_another_noise_version_is_refused():
+    optimizer = ft.VS2P([torch.ones(3)])
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"]["run"]["noise"] = 0
+    with pytest.raises(ft.InvalidArgumentError, match="noise version"):
+        optimizer.load_state_dict(state)
+
+
+def test_backend_is_chosen_in_the_open(monkeypatch):
+    import sys
+
+    assert "backend: numba" in repr(ft.VS2P([torch.ones(3)]))
+    assert "backend: reference" in repr(ft.VS2P([torch.ones(3)], backend="reference"))
+    monkeypatch.setitem(sys.modules, "forwardtune.noise.backends.cpu_numba", None)
+    with pytest.raises(ft.BackendError, match="pip install numba"):
+        ft.VS2P([torch.ones(3)], backend="numba")
+    with pytest.warns(RuntimeWarning, match="pip install numba"):
+        optimizer = ft.VS2P([torch.ones(3)])
+    assert "backend: reference" in repr(optimizer)
