@@ -1,5 +1,9 @@
 """Settings that all tests share."""
 
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: its kernels then run on CPU tensors
+
 import torch
 from hypothesis import settings
 

@@ -12,7 +12,7 @@ from scipy import stats
 
 from forwardtune import Field, InvalidArgumentError
 from forwardtune.noise import DISTRIBUTIONS
-from forwardtune.noise.backends import cpu_numba, reference
+from forwardtune.noise.backends import cpu_numba, cuda_triton, reference
 from forwardtune.noise.backends.interface import Key, Slot
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -60,27 +60,43 @@ terms = st.lists(
 )
 
 
+FAST = pytest.mark.parametrize("backend", [cpu_numba.CpuNumba, cuda_triton.CudaTriton], ids=["numba", "triton"])
+
+
+@FAST
 @given(models(), keys, terms)
-def test_numba_equals_reference_bit_for_bit(model, key, terms):
+def test_fast_backends_equal_the_reference_bit_for_bit(backend, model, key, terms):
     copies = [copy.deepcopy(tensor) for tensor in model]  # keeps the strides, which clone does not
-    for backend, members in ((reference.Reference, model), (cpu_numba.CpuNumba, copies)):
+    for kind, members in ((reference.Reference, model), (backend, copies)):
         slots = [Slot(tensor, number, number % 2) for number, tensor in enumerate(members)]
-        moved = backend(slots)
-        moved.add(key, terms)
+        kind(slots).add(key, terms)
     for ours, theirs in zip(model, copies, strict=True):
         assert ours.stride() == theirs.stride()
         assert_same_bits(ours, theirs)
     key = key._replace(distribution="sphere")
-    assert reference.Reference(slots).squares(key, 3) == cpu_numba.CpuNumba(slots).squares(key, 3)
+    assert reference.Reference(slots).squares(key, 3) == backend(slots).squares(key, 3)
 
 
+@FAST
+@pytest.mark.parametrize("distribution", ["rademacher", "uniform", "normal"])
+def test_a_parameter_of_many_chunks(backend, distribution):
+    shape = (5, 40_003) if backend is cuda_triton.CudaTriton else (5, 400_003)
+    ours, theirs = torch.zeros(shape), torch.zeros(shape)
+    key = Key(2**64 - 1, 2**32 - 1, distribution)
+    reference.Reference([Slot(theirs, 2**32 - 1, 0)]).add(key, [(2**16 - 1, [1.0])])
+    backend([Slot(ours, 2**32 - 1, 0)]).add(key, [(2**16 - 1, [1.0])])
+    assert_same_bits(ours, theirs)
+
+
+@FAST
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered")  # by numpy, in triton's interpreter
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bit_sums_round_like_torch(dtype):
+def test_sixteen_bit_sums_round_like_torch(backend, dtype):
     """All 65,536 bit patterns, subnormals, infinities and NaNs among them, plus noise of several sizes."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     for scale in (0.0, 1e-8, 3e-5, 0.37, 3e4, 1e38):
         ours, theirs = x.clone(), x.clone()
-        cpu_numba.CpuNumba([Slot(ours, 0, 0)]).add(Key(1, 2, "normal"), [(0, [scale])])
+        backend([Slot(ours, 0, 0)]).add(Key(1, 2, "normal"), [(0, [scale])])
         reference.Reference([Slot(theirs, 0, 0)]).add(Key(1, 2, "normal"), [(0, [scale])])
         assert torch.equal(ours.isnan(), theirs.isnan())
         assert_same_bits(ours.nan_to_num(0.0), theirs.nan_to_num(0.0))
@@ -147,6 +163,12 @@ def test_kolmogorov_smirnov():
     assert stats.kstest(draw("normal", N), "norm").pvalue > 1e-4
     width = math.sqrt(3)
     assert stats.kstest(draw("uniform", N), stats.uniform(-width, 2 * width).cdf).pvalue > 1e-4
+
+
+def test_the_square_root_of_the_reference_is_rounded_to_nearest():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.cat([torch.rand(500_000, generator=generator) * 45, torch.tensor([0.0, -0.0, 0.25, 1, 2, 4, 42.97])])
+    np.testing.assert_array_equal(reference._sqrt(x).numpy(), np.sqrt(x.numpy()))
 
 
 def test_the_normal_is_box_and_mullers_and_its_tail_reaches_6_55():

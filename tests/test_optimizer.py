@@ -303,21 +303,21 @@ def test_odd_parameters(method, backend):
     assert model.alias.data_ptr() == model.f64.data_ptr()
 
 
-@every_method
-def test_backends_walk_in_lockstep(method):
-    """The slow, obvious backend and the fast one: the same weights and the same state, bit for bit."""
+@pytest.mark.parametrize(
+    ("method", "backend", "steps"), [*((method, "numba", 40) for method in METHODS), ("VS2P", "triton", 3)]
+)
+def test_backends_walk_in_lockstep(method, backend, steps):
+    """The slow, obvious backend and a fast one: the same weights and the same state, bit for bit."""
     make, _ = METHODS[method]
-    models = [Odd(), Odd()]
-    optimizers = [
-        make(m.parameters(), backend=b, distribution="normal", directions=2)
-        for m, b in zip(models, ("numba", "reference"), strict=True)
-    ]
-    for _ in range(40):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.step(model.loss)
-        assert optimizers[0].last_step == optimizers[1].last_step
-        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            assert torch.equal(a, b)
+    slow, fast = Odd(), Odd()
+    one = make(slow.parameters(), backend="reference", distribution="normal", directions=2)
+    two = make(fast.parameters(), backend=backend, distribution="normal", directions=2)
+    for _ in range(steps):
+        one.step(slow.loss)
+        two.step(fast.loss)
+        assert one.last_step == two.last_step
+        for truth, ours in zip(slow.parameters(), fast.parameters(), strict=True):
+            assert torch.equal(truth, ours)
 
 
 # --- what a closure may do ---
@@ -494,7 +494,7 @@ def test_vs2p_window():
         (lambda p: ft.VS2P([p], directions=0), "directions must be above zero"),
         (lambda p: ft.VS2P([p], seed=-1), "seed must be an integer"),
         (lambda p: ft.VS2P([p], seed=2**64), "seed must be an integer"),
-        (lambda p: ft.VS2P([p], backend="magic"), "auto, numba, reference"),
+        (lambda p: ft.VS2P([p], backend="magic"), "auto, numba, triton, reference"),
         (lambda p: ft.VS2P([p], max_nonfinite=0), "max_nonfinite"),
         (lambda p: ft.VS2P([{"params": [p], "seed": 3}]), "holds for the whole run"),
         (lambda p: ft.VS2P([torch.ones(3, dtype=torch.int64)]), "leave it out"),
@@ -541,3 +541,7 @@ def test_backend_is_chosen_in_the_open(monkeypatch):
     with pytest.warns(RuntimeWarning, match="pip install numba"):
         optimizer = ft.VS2P([torch.ones(3)])
     assert "backend: reference" in repr(optimizer)
+    assert "backend: triton" in repr(ft.VS2P([torch.ones(3)], backend="triton"))
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ft.BackendError, match="cannot move a parameter on cpu"):
+        ft.VS2P([torch.ones(3)], backend="triton")

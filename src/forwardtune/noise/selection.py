@@ -3,34 +3,48 @@
 from __future__ import annotations
 
 import warnings
-from typing import Literal, get_args
+from importlib import import_module
 
 import torch
 
 from forwardtune.errors import BackendError, InvalidArgumentError
 from forwardtune.noise.backends.interface import Backend
-from forwardtune.noise.backends.reference import Reference
 
-BackendName = Literal["auto", "numba", "reference"]
+BACKENDS = {
+    "numba": ("cpu_numba", "CpuNumba"),
+    "triton": ("cuda_triton", "CudaTriton"),
+    "reference": ("reference", "Reference"),
+}
+PREFERRED = {"cpu": "numba", "cuda": "triton"}
+"""The backend for a kind of device; the reference runs on all others."""
 
 
 def choose(name: str, device: torch.device) -> type[Backend]:
     """The backend for tensors of a device. One asked for by name is used or refused, never replaced."""
-    if name not in get_args(BackendName):
-        raise InvalidArgumentError(f"unknown backend {name!r}; choose one of {', '.join(get_args(BackendName))}")
-    if name == "reference" or (name == "auto" and device.type != "cpu"):
-        return Reference
-    if device.type != "cpu":
-        raise BackendError(f"backend='numba' moves CPU tensors only, and a parameter is on {device}; use 'auto'")
+    if name == "auto":
+        preferred = PREFERRED.get(device.type, "reference")
+        try:
+            return _load(preferred)
+        except ImportError as error:
+            warnings.warn(
+                f"{preferred} cannot be loaded ({error}); using the reference backend, which is slow. "
+                f"Run: pip install {preferred}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return _load("reference")
+    if name not in BACKENDS:
+        raise InvalidArgumentError(f"unknown backend {name!r}; choose one of auto, {', '.join(BACKENDS)}")
     try:
-        from forwardtune.noise.backends.cpu_numba import CpuNumba
+        backend = _load(name)
     except ImportError as error:
-        if name == "numba":
-            raise BackendError(f"backend='numba' cannot be loaded ({error}); run: pip install numba") from error
-        warnings.warn(
-            f"numba cannot be loaded ({error}); using the reference backend, which is slow. Run: pip install numba",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return Reference
-    return CpuNumba
+        raise BackendError(f"backend={name!r} cannot be loaded ({error}); run: pip install {name}") from error
+    if not backend.runs_on(device):
+        raise BackendError(f"backend={name!r} cannot move a parameter on {device}; use backend='auto'")
+    return backend
+
+
+def _load(name: str) -> type[Backend]:
+    module, attribute = BACKENDS[name]
+    backend: type[Backend] = getattr(import_module(f"forwardtune.noise.backends.{module}"), attribute)
+    return backend

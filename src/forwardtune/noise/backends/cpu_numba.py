@@ -23,17 +23,16 @@ import numpy as np
 import torch
 from numba import carray, njit, types
 from numba.extending import intrinsic
-from torch.autograd.graph import increment_version
 
 from forwardtune.noise import distributions as D
 from forwardtune.noise import philox as P
 from forwardtune.noise.backends.interface import Key, Slot, Term
+from forwardtune.noise.backends.plan import DTYPES, Plan
 
 u16, u32, u64, i32, i64 = np.uint16, np.uint32, np.uint64, np.int32, np.int64
 f32, f64 = np.float32, np.float64
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-F32, F64, BF16, F16 = range(4)
+F32, F64, BF16, F16 = range(len(DTYPES))
 RADEMACHER, UNIFORM, NORMAL = range(3)
 KINDS = {"rademacher": RADEMACHER, "uniform": UNIFORM, "normal": NORMAL, "sphere": NORMAL}
 
@@ -301,49 +300,38 @@ class CpuNumba:
 
     name = "numba"
 
+    @staticmethod
+    def runs_on(device: torch.device) -> bool:
+        return device.type == "cpu"
+
     def __init__(self, slots: Sequence[Slot]) -> None:
-        chunks: list[tuple[int, ...]] = []
-        layouts: list[tuple[Sequence[int], Sequence[int]]] = []
-        for slot in slots:
-            t = slot.tensor
-            address, size, layout = t.data_ptr(), t.element_size(), -1
-            if not t.is_contiguous():
-                layout = len(layouts)
-                layouts.append((t.shape, [s * size for s in t.stride()]))
-            for start in range(0, t.numel(), CHUNK):
-                at = address if layout >= 0 else address + start * size
-                count = min(CHUNK, t.numel() - start)
-                chunks.append((at, count, start, slot.parameter, slot.group, DTYPES.index(t.dtype), size, layout))
-        self.tensors = [slot.tensor for slot in slots if not slot.tensor.is_inference()]
-        dims = max((len(shape) for shape, _ in layouts), default=1)
-        self.chunks = np.array(chunks, i64).reshape(-1, 8)
-        self.shapes = np.array([[1] * (dims - len(s)) + list(s) for s, _ in layouts], i64).reshape(-1, dims)
-        self.strides = np.array([[0] * (dims - len(s)) + list(s) for _, s in layouts], i64).reshape(-1, dims)
-        self.elements = int(self.chunks[:, 1].sum())
+        self.plan = Plan(slots, CHUNK)
 
     def add(self, key: Key, terms: Sequence[Term]) -> None:
         directions = np.array([direction for direction, _ in terms], u64)
         scales = np.array([scale for _, scale in terms], f64)
         k0, k1 = key.seed_words
         kind, step = KINDS[key.distribution], u64(key.step)
+        p = self.plan
         self._share(
             lambda first, last: _move(
-                self.chunks, self.shapes, self.strides, first, last, kind, step, u32(k0), u32(k1), directions, scales
+                p.chunks, p.shapes, p.strides, first, last, kind, step, u32(k0), u32(k1), directions, scales
             )
         )
 
-        for tensor in self.tensors:
-            increment_version(tensor)
+        p.touch()
 
     def squares(self, key: Key, direction: int) -> int:
         k0, k1 = key.seed_words
         step, number = u64(key.step), u64(direction)
-        return sum(self._share(lambda first, last: _squares(self.chunks, first, last, step, u32(k0), u32(k1), number)))
+        return sum(
+            self._share(lambda first, last: _squares(self.plan.chunks, first, last, step, u32(k0), u32(k1), number))
+        )
 
     def _share(self, work: Callable[[int, int], Any]) -> list[Any]:
         """Runs `work` over ranges of the chunks, several for each thread so that a slow one holds nobody up."""
-        n, threads = len(self.chunks), torch.get_num_threads()
-        if threads == 1 or self.elements < PARALLEL_FROM:
+        n, threads = len(self.plan.chunks), torch.get_num_threads()
+        if threads == 1 or self.plan.elements < PARALLEL_FROM:
             return [work(0, n)]
         parts = min(n, 8 * threads)
         bounds = [n * i // parts for i in range(parts + 1)]

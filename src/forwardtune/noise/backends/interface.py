@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from forwardtune.noise.distributions import Distribution
@@ -40,6 +41,10 @@ class Backend(Protocol):
     """Noise for a fixed list of slots; terms are added one after the other, each sum rounded to the tensor's dtype."""
 
     name: str
+
+    @staticmethod
+    def runs_on(device: torch.device) -> bool:
+        """Whether it can move tensors of this device."""
 
     def __init__(self, slots: Sequence[Slot]) -> None: ...
 

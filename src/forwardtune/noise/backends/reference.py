@@ -60,8 +60,20 @@ def _box_muller(word: Tensor, second: Tensor) -> Tensor:
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Rounded to nearest, which torch's own float32 square root is not on every device."""
-    return torch.sqrt(x.to(torch.float64)).to(torch.float32)
+    """The float32 square root to nearest, which torch's own is not on every device.
+
+    For x = m * 4^e with a whole m in [2^46, 2^48), the root is r * 2^e with r the whole number nearest to sqrt(m), that
+    is `r*r - r < m <= r*r + r`. Torch's root gives an r that is off by little.
+    """
+    bits = x.abs().view(torch.int32).to(torch.int64)
+    exponent, mantissa = (bits >> 23) - 127, bits & 0x7FFFFF | 1 << 23
+    m = mantissa << 23 + (exponent & 1)
+    near = torch.sqrt(x.abs()).view(torch.int32).to(torch.int64)
+    r = near & 0x7FFFFF | 1 << 23
+    for _ in range(2):
+        r = r + (m > r * r + r).to(torch.int64) - (m <= r * r - r).to(torch.int64)
+    root = (near >> 23 << 23) + (r - (1 << 23))
+    return torch.where(x == 0, x, root.to(torch.int32).view(torch.float32))
 
 
 def _polynomial(coefficients: Sequence[float], x: Tensor) -> Tensor:
@@ -89,6 +101,10 @@ class Reference:
     """Moves tensors of any device, dtype and layout, slowly and visibly."""
 
     name = "reference"
+
+    @staticmethod
+    def runs_on(device: torch.device) -> bool:
+        return True
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = slots

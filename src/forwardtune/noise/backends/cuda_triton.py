@@ -1,0 +1,222 @@
+"""The noise on CUDA tensors, compiled by triton: one launch moves all tensors of a dtype.
+
+A program takes one chunk of the plan, reads its weights once, adds every term and writes them back. The operations are
+the reference's, one by one, with fused multiply-add switched off. Set TRITON_INTERPRET=1 to run it on CPU tensors.
+"""
+
+# Compiled functions have no annotations.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from forwardtune.noise import distributions as D
+from forwardtune.noise.backends.interface import Key, Slot, Term
+from forwardtune.noise.backends.plan import Plan
+
+RADEMACHER, UNIFORM, NORMAL = (tl.constexpr(kind) for kind in range(3))
+KINDS = {"rademacher": 0, "uniform": 1, "normal": 2, "sphere": 2}
+TYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+CHUNK = tl.constexpr(D.RADEMACHER_TILE)
+LANES, TILE_WORDS, BLOCK = (tl.constexpr(n) for n in (D.LANES, D.TILE_WORDS, D.BLOCK))
+LN2, UNIFORM_SCALE, FIXED_POINT = (tl.constexpr(x) for x in (D.LN2, D.UNIFORM_SCALE, D.FIXED_POINT))
+HALF_BITS = tl.constexpr(D.SQRT_HALF_BITS)
+L0, L1, L2, L3, L4, L5, L6 = (tl.constexpr(c) for c in D.LOG)
+S0, S1, S2, S3 = (tl.constexpr(c) for c in D.SIN)
+C0, C1, C2, C3 = (tl.constexpr(c) for c in D.COS)
+
+OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 8}
+
+
+@triton.jit
+def _words(start, tile_size: tl.constexpr, direction, parameter, step, k0, k1):
+    """All words of a chunk, as (lane, row); lanes of consecutive tiles follow each other."""
+    block = start // tile_size * LANES + tl.arange(0, CHUNK // tile_size * LANES)
+    c0 = block.to(tl.uint32)
+    c1 = (block >> 32 << 16 | direction).to(tl.uint32)
+    c2 = tl.zeros_like(c0) + parameter.to(tl.uint32)
+    c3 = tl.zeros_like(c0) + step.to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox_impl(c0, c1, c2, c3, k0.to(tl.uint32), k1.to(tl.uint32))
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (CHUNK // tile_size * LANES, 4))
+
+
+@triton.jit
+def _numbers(tile_size: tl.constexpr, elements_a_word: tl.constexpr):
+    """The index of the first element that each word of a chunk makes, as (lane, row)."""
+    lane = tl.arange(0, CHUNK // tile_size * LANES)
+    place = (lane % LANES)[:, None] + tl.arange(0, 4)[None, :] * LANES
+    return ((lane // LANES * tile_size)[:, None] + place * elements_a_word).to(tl.int64)
+
+
+@triton.jit
+def _normal(word):
+    """Box and Muller's pair of a word."""
+    u = (word >> 1 | 1).to(tl.int32).to(tl.float32)
+    bits = u.to(tl.int32, bitcast=True) - HALF_BITS
+    exponent = ((bits >> 23) - 31).to(tl.float32)
+    f = ((bits & 0x7FFFFF) + HALF_BITS).to(tl.float32, bitcast=True) - 1.0
+    log = f * ((((((L6 * f + L5) * f + L4) * f + L3) * f + L2) * f + L1) * f + L0)
+    radius = tl.sqrt_rn((exponent * LN2 + log) * -2.0)
+    x = ((word >> 1 & 0x7FFE) + 1).to(tl.int32).to(tl.float32) * 0.000030517578125
+    y = x * x
+    cosine = tl.where((word & 1) == 1, -radius, radius) * ((1.0 - y) * (((C3 * y + C2) * y + C1) * y + C0))
+    sine = tl.where((word & 2) == 2, -radius, radius) * (x * (((S3 * y + S2) * y + S1) * y + S0))
+    return cosine, sine
+
+
+@triton.jit
+def _uniform(word):
+    low = (2 * (word & 0xFFFF).to(tl.int32) - 0xFFFF).to(tl.float32) * UNIFORM_SCALE
+    high = (2 * (word >> 16).to(tl.int32) - 0xFFFF).to(tl.float32) * UNIFORM_SCALE
+    return low, high
+
+
+@triton.jit
+def _sum(x, noise, scale, compute: tl.constexpr):
+    total = x.to(compute) + noise.to(compute) * scale.to(compute)
+    if x.dtype == tl.bfloat16:  # to nearest even by hand: triton's interpreter cuts off
+        bits = total.to(tl.uint32, bitcast=True)
+        bits = tl.where(total == total, bits + 0x7FFF + (bits >> 16 & 1) >> 16, 0x7FC0)
+        return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return total.to(x.dtype)
+
+
+@triton.jit
+def _place(address, element, start, shape, strides, dtype: tl.constexpr, dims: tl.constexpr):
+    """Pointers to elements of a chunk, by their index in it."""
+    if dims == 0:
+        return address.to(tl.pointer_type(dtype)) + element
+    rest = start + element
+    offset = tl.zeros_like(rest)
+    for axis in tl.static_range(dims - 1, -1, -1):
+        size = tl.load(shape + axis)
+        offset += rest % size * tl.load(strides + axis)
+        rest = rest // size
+    return (address + offset).to(tl.pointer_type(dtype))
+
+
+@triton.jit(do_not_specialize=["terms", "groups", "step", "k0", "k1"])
+def _move(
+    chunks, shapes, strides, directions, scales, terms, groups, step, k0, k1,
+    kind: tl.constexpr, dtype: tl.constexpr, compute: tl.constexpr, dims: tl.constexpr,
+):  # fmt: skip
+    row = chunks + tl.program_id(0) * 8
+    address, count, start = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    parameter, group, layout = tl.load(row + 3), tl.load(row + 4), tl.load(row + 7)
+    shape, stride = shapes + layout * dims, strides + layout * dims
+    if kind == RADEMACHER:
+        bit = tl.arange(0, 32)[None, None, :]
+        element = _numbers(CHUNK, 32)[:, :, None] + bit
+        place = _place(address, element, start, shape, stride, dtype, dims)
+        x = tl.load(place, mask=element < count)
+        for term in range(terms):
+            scale = tl.load(scales + term * groups + group)
+            if scale != 0:
+                words = _words(start, CHUNK, tl.load(directions + term), parameter, step, k0, k1)
+                sign = (words[:, :, None] >> bit.to(tl.uint32) & 1).to(tl.int32)
+                x = _sum(x, (1 - 2 * sign).to(tl.float32), scale, compute)
+        tl.store(place, x, mask=element < count)
+    else:
+        first = _numbers(BLOCK, 1)
+        second = first + TILE_WORDS
+        place1 = _place(address, first, start, shape, stride, dtype, dims)
+        place2 = _place(address, second, start, shape, stride, dtype, dims)
+        x1 = tl.load(place1, mask=first < count)
+        x2 = tl.load(place2, mask=second < count)
+        for term in range(terms):
+            scale = tl.load(scales + term * groups + group)
+            if scale != 0:
+                words = _words(start, BLOCK, tl.load(directions + term), parameter, step, k0, k1)
+                if kind == UNIFORM:
+                    noise1, noise2 = _uniform(words)
+                else:
+                    noise1, noise2 = _normal(words)
+                x1 = _sum(x1, noise1, scale, compute)
+                x2 = _sum(x2, noise2, scale, compute)
+        tl.store(place1, x1, mask=first < count)
+        tl.store(place2, x2, mask=second < count)
+
+
+@triton.jit(do_not_specialize=["direction", "step", "k0", "k1"])
+def _squares(chunks, totals, direction, step, k0, k1):
+    """The squared length of each chunk's normal noise, in fixed point."""
+    row = chunks + tl.program_id(0) * 8
+    count, start, parameter = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    first = _numbers(BLOCK, 1)
+    cosine, sine = _normal(_words(start, BLOCK, direction, parameter, step, k0, k1))
+    one = (cosine * cosine * FIXED_POINT).to(tl.int32).to(tl.int64)
+    two = (sine * sine * FIXED_POINT).to(tl.int32).to(tl.int64)
+    total = tl.where(first < count, one, 0) + tl.where(first + TILE_WORDS < count, two, 0)
+    tl.store(totals + tl.program_id(0), tl.sum(total))
+
+
+class CudaTriton:
+    """Moves CUDA tensors of any layout."""
+
+    name = "triton"
+
+    @staticmethod
+    def runs_on(device: torch.device) -> bool:
+        return device.type == ("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        """Sorts the slots into launches: one for each device, dtype and number of strided axes (none if contiguous)."""
+        kinds: dict[tuple[torch.device, torch.dtype, int], list[Slot]] = {}
+        for slot in slots:
+            t = slot.tensor
+            kinds.setdefault((t.device, t.dtype, 0 if t.is_contiguous() else t.dim()), []).append(slot)
+        self.launches = [_Launch(*kind, members) for kind, members in kinds.items()]
+
+    def add(self, key: Key, terms: Sequence[Term]) -> None:
+        directions = torch.tensor([direction for direction, _ in terms])
+        scales = torch.tensor([tuple(scale) for _, scale in terms], dtype=torch.float64)
+        for launch in self.launches:
+            launch.move(key, directions, scales)
+
+    def squares(self, key: Key, direction: int) -> int:
+        return sum(launch.squares(key, direction) for launch in self.launches)
+
+
+class _Launch:
+    """The plan of one kernel launch, on its device."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, dims: int, slots: Sequence[Slot]) -> None:
+        self.device, self.dtype, self.dims = device, dtype, dims
+        self.plan = plan = Plan(slots, CHUNK.value)
+        self.programs = len(plan.chunks)
+        self.chunks, self.shapes, self.strides = (
+            torch.from_numpy(table).to(device) for table in (plan.chunks, plan.shapes, plan.strides)
+        )
+
+    def move(self, key: Key, directions: torch.Tensor, scales: torch.Tensor) -> None:
+        if not self.programs:
+            return
+        compute = tl.float64 if self.dtype == torch.float64 else tl.float32
+        with _on(self.device):
+            _move[(self.programs,)](
+                self.chunks, self.shapes, self.strides, directions.to(self.device), scales.to(self.device),
+                *scales.shape, key.step, *key.seed_words,
+                kind=KINDS[key.distribution], dtype=TYPES[self.dtype], compute=compute, dims=self.dims, **OPTIONS,
+            )  # fmt: skip
+        self.plan.touch()
+
+    def squares(self, key: Key, direction: int) -> int:
+        totals = torch.zeros(self.programs, dtype=torch.int64, device=self.device)
+        if self.programs:
+            with _on(self.device):
+                _squares[(self.programs,)](self.chunks, totals, direction, key.step, *key.seed_words, **OPTIONS)
+        return int(totals.sum())
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Makes the device current, where that means something."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
