@@ -45,14 +45,23 @@ def ratios(seconds: Mapping[str, float], baseline: str) -> list[Row]:
 
 def report(title: str, rows: list[Row], path: Path | None) -> None:
     """Prints the rows as a table and writes them as JSON if asked to."""
-    table = Table("", "seconds", "ratio", "baseline", title=title)
+    units = [unit for unit in ("seconds", "megabytes") if any(unit in row for row in rows)]
+    table = Table("", *units, "ratio", "baseline", title=title)
     for row in rows:
-        table.add_row(str(row["name"]), f"{row['seconds']:.4f}", f"{row['ratio']:.2f}", str(row["baseline"]))
+        measured = [f"{row[unit]:.4g}" if unit in row else "" for unit in units]
+        table.add_row(str(row["name"]), *measured, f"{row['ratio']:.2f}", str(row["baseline"]))
     console = Console()
     console.print(table)
-    console.print(
-        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    )
+    console.print(f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def processor() -> str:
+    """The processor's name, as Linux tells it."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.machine()
+    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.harness import arguments, interleaved, ratios, report
+from benchmarks.models import perturb
 from forwardtune import Field
 from forwardtune.noise import DISTRIBUTIONS
 
@@ -23,14 +24,6 @@ def gpt2_shapes() -> list[tuple[int, ...]]:
     return [(50257, d), (1024, d), *layer * 12, (d,), (d,)]
 
 
-def published(parameters: list[torch.Tensor], scale: float) -> None:
-    """MeZO's perturbation as its paper's code does it."""
-    torch.manual_seed(0)
-    for p in parameters:
-        z = torch.normal(mean=0, std=1, size=p.size(), device=p.device, dtype=p.dtype)
-        p.data = p.data + scale * z
-
-
 def main() -> None:
     options = arguments(__doc__.splitlines()[0]).parse_args()
     parameters = [torch.zeros(shape) for shape in gpt2_shapes()]
@@ -41,7 +34,7 @@ def main() -> None:
     candidates = {"in-place add": lambda: [p.add_(1e-3) for p in parameters]}
     for name, field in fields.items():
         candidates[f"forwardtune, {name}"] = lambda field=field: field.add(next(steps), [(0, [1e-3])])
-    candidates["published MeZO"] = lambda: published(theirs, 1e-3)
+    candidates["published MeZO"] = lambda: perturb(theirs, 0, 1e-3)
 
     seconds = interleaved(candidates, options.rounds)
     count = sum(p.numel() for p in parameters)

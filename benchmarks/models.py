@@ -1,0 +1,95 @@
+"""The models, batches and rival training steps that the benchmarks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Closure = Callable[[], torch.Tensor]
+
+
+def gpt2(batch: int = 32, length: int = 64) -> tuple[nn.Module, Closure]:
+    """GPT-2 (124M) with random weights, and its language-model loss on a random batch."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(use_cache=False))
+    tokens = torch.randint(0, 50257, (batch, length))
+    return model.eval(), lambda: model(input_ids=tokens, labels=tokens).loss
+
+
+def cnn(batch: int = 32) -> tuple[nn.Module, Closure]:
+    """A small network of 21,546 weights on images of 8 x 8 pixels."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(512, 32),
+        nn.ReLU(),
+        nn.Linear(32, 10),
+    )
+    x, y = torch.randn(batch, 1, 8, 8), torch.randint(0, 10, (batch,))
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
+def two_forward_passes(model: nn.Module, closure: Closure) -> Callable[[], Any]:
+    @torch.inference_mode()
+    def step() -> None:
+        closure()
+        closure()
+
+    return step
+
+
+def perturb(parameters: list[nn.Parameter], seed: int, scale: float) -> None:
+    """One sweep as the published MeZO code makes it: reseed, then a tensor of noise for each parameter."""
+    torch.manual_seed(seed)
+    for p in parameters:
+        noise = torch.normal(mean=0, std=1, size=p.size(), device=p.device, dtype=p.dtype)
+        p.data = p.data + scale * noise
+
+
+def published_mezo(model: nn.Module, closure: Closure) -> Callable[[], Any]:
+    """The published MeZO step: four sweeps around two evaluations."""
+    parameters, rho, lr, seed = list(model.parameters()), 1e-3, 1e-6, 0
+
+    @torch.inference_mode()
+    def evaluate() -> float:
+        return closure().item()
+
+    def step() -> None:
+        perturb(parameters, seed, rho)
+        plus = evaluate()
+        perturb(parameters, seed, -2 * rho)
+        minus = evaluate()
+        perturb(parameters, seed, rho)
+        perturb(parameters, seed, -lr * (plus - minus) / (2 * rho))
+
+    return step
+
+
+def adamw(model: nn.Module, closure: Closure) -> Callable[[], Any]:
+    """A step of backpropagation with torch's AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        closure().backward()
+        optimizer.step()
+
+    return step
+
+
+def vs2p(model: nn.Module, closure: Closure, **settings: Any) -> Callable[[], Any]:
+    import forwardtune as ft
+
+    optimizer = ft.VS2P(model.parameters(), lr=1e-3, **settings)
+    return lambda: optimizer.step(closure)

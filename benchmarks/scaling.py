@@ -1,0 +1,47 @@
+"""One pass of noise over one million to one billion weights: the cost is linear.
+
+    python -m benchmarks.scaling [--json FILE]
+
+Prints the time a weight takes at each size, and the slope of time against size on logarithmic axes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from benchmarks.harness import arguments, interleaved, report
+from forwardtune import Field
+
+SIZES = (1_000_000, 10_000_000, 100_000_000, 1_000_000_000)
+
+
+def main() -> None:
+    options = arguments(__doc__.splitlines()[0]).parse_args()
+    rows = []
+    for distribution in ("rademacher", "normal"):
+        seconds = {}
+        for size in SIZES:
+            weights = torch.zeros(size)
+            field = Field([[weights]], distribution=distribution)
+            repeats = max(1, 20_000_000 // size)
+            run = {"pass": lambda field=field, n=repeats: [field.add(0, [(0, [1e-3])]) for _ in range(n)]}
+            seconds[size] = interleaved(run, options.rounds)["pass"] / repeats
+        cost = {size: value / size for size, value in seconds.items()}
+        baseline = f"{distribution}, {SIZES[-1]:,} weights"
+        rows += [
+            {
+                "name": f"{distribution}, {size:,} weights",
+                "baseline": f"cost a weight of {baseline}",
+                "ratio": cost[size] / cost[SIZES[-1]],
+                "seconds": seconds[size],
+            }
+            for size in SIZES
+        ]
+        slope = float(np.polyfit(np.log(SIZES), np.log(list(seconds.values())), 1)[0])
+        rows.append({"name": f"{distribution}, slope", "baseline": "linear", "ratio": slope})
+    report("one pass, by number of weights", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
