@@ -13,7 +13,7 @@ import torch
 from benchmarks.harness import arguments, interleaved, ratios, report
 from benchmarks.models import perturb
 from forwardtune import Field
-from forwardtune.noise import DISTRIBUTIONS
+from forwardtune.noise import DISTRIBUTIONS, Term
 
 
 def gpt2_shapes() -> list[tuple[int, ...]]:
@@ -33,7 +33,7 @@ def main() -> None:
 
     candidates = {"in-place add": lambda: [p.add_(1e-3) for p in parameters]}
     for name, field in fields.items():
-        candidates[f"forwardtune, {name}"] = lambda field=field: field.add(next(steps), [(0, [1e-3])])
+        candidates[f"forwardtune, {name}"] = lambda field=field: field.walk(next(steps), [Term(0, [1e-3], [-1e-3])])
     candidates["published MeZO"] = lambda: perturb(theirs, 0, 1e-3)
 
     seconds = interleaved(candidates, options.rounds)

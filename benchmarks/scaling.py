@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.harness import arguments, interleaved, report
 from forwardtune import Field
+from forwardtune.noise import Term
 
 SIZES = (1_000_000, 10_000_000, 100_000_000, 1_000_000_000)
 
@@ -25,7 +26,7 @@ def main() -> None:
             weights = torch.zeros(size)
             field = Field([[weights]], distribution=distribution)
             repeats = max(1, 20_000_000 // size)
-            run = {"pass": lambda field=field, n=repeats: [field.add(0, [(0, [1e-3])]) for _ in range(n)]}
+            run = {"pass": lambda field=field, n=repeats: [field.walk(0, [Term(0, [1e-3], [-1e-3])]) for _ in range(n)]}
             seconds[size] = interleaved(run, options.rounds)["pass"] / repeats
         cost = {size: value / size for size, value in seconds.items()}
         baseline = f"{distribution}, {SIZES[-1]:,} weights"

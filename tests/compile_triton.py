@@ -9,7 +9,7 @@ from triton.compiler import ASTSource
 
 from forwardtune.noise.backends import cuda_triton
 
-TABLES = dict.fromkeys(("chunks", "shapes", "strides", "directions"), "*i64") | {"scales": "*fp64"}
+TABLES = dict.fromkeys(("chunks", "shapes", "strides", "directions"), "*i64") | {"offsets": "*fp64"}
 SCALARS = dict.fromkeys(("terms", "groups", "step", "k0", "k1"), "i64")
 CONSTANTS = ("kind", "dtype", "compute", "dims")
 KINDS = sorted(set(cuda_triton.KINDS.values()))

@@ -158,3 +158,125 @@ def test_hooks_are_gone_after_the_step():
     with pytest.raises(ZeroDivisionError):
         ft.VS2P([x]).step(lambda: 1 / 0)
     assert not module._global_forward_pre_hooks
+
+
+def normed():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda m: torch.compile(m, backend="eager", fullgraph=True), torch.jit.script, lambda m: m],
+    ids=["compiled", "scripted", "plain"],
+)
+@pytest.mark.parametrize("warm", [False, True])
+def test_compiled_models(wrap, warm):
+    """Compiled or not, the same trajectory, and statistics that advance once a step."""
+    torch._dynamo.reset()
+    plain, x = normed(), torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
+    model = wrap(copy.deepcopy(plain))
+    if warm:
+        with torch.no_grad():
+            plain(x), model(x)
+    one, two = ft.STP(plain.parameters(), lr=1e-2, directions=2), ft.STP(model.parameters(), lr=1e-2, directions=2)
+    for _ in range(4):
+        one.step(lambda: plain(x).square().mean())
+        two.step(lambda: model(x).square().mean())
+    state = {name.removeprefix("_orig_mod."): value for name, value in model.state_dict().items()}
+    for name, ours in plain.state_dict().items():
+        torch.testing.assert_close(state[name], ours)
+    assert plain[1].num_batches_tracked == 4 + warm
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_a_compiled_model_is_not_compiled_anew_at_every_step():
+    torch._dynamo.reset()
+    graphs = []
+    model = torch.compile(normed(), backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True)
+    x = torch.randn(12, 6)
+    optimizer = ft.VS2P(model.parameters())
+    for _ in range(12):
+        optimizer.step(lambda: model(x).square().mean())
+    assert len(graphs) <= 2
+
+
+def test_functional_calls_keep_the_modules_own_buffers():
+    model, x = normed(), torch.randn(12, 6)
+    own = dict(model.named_buffers())
+    params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    optimizer = ft.VS2P(list(params.values()))
+    for _ in range(3):
+        optimizer.step(lambda: torch.func.functional_call(model, {**params, **buffers}, x).square().mean())
+    assert all(b is own[name] for name, b in model.named_buffers())
+    assert model[1].num_batches_tracked == 0
+    assert buffers["1.num_batches_tracked"] == 3
+
+
+class WithBuffer(nn.Module):
+    def __init__(self, buffer, change=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("buffer", buffer)
+        self.change = change
+
+    def forward(self):
+        if self.change:
+            self.change(self)
+        return self.weight.sum() + self.buffer.double().mean()
+
+
+def test_buffers_that_cannot_be_written_are_left_alone():
+    ft.VS2P((model := WithBuffer(torch.ones(1).expand(5))).parameters()).step(model)
+    with torch.inference_mode():
+        model = WithBuffer(torch.ones(5))
+    ft.VS2P([torch.ones(2)]).step(model)
+
+    def replace(module):
+        module.buffer = module.buffer + 1
+
+    model = WithBuffer(torch.zeros(5), replace)
+    optimizer = ft.VS2P(model.parameters())
+    for _ in range(3):
+        optimizer.step(torch.inference_mode()(model))
+    assert torch.equal(model.buffer, torch.full((5,), 3.0))
+
+
+def test_large_buffers_are_copied_only_if_they_change(monkeypatch):
+    copied = []
+    clone = torch.Tensor.clone
+    monkeypatch.setattr(torch.Tensor, "clone", lambda self: copied.append(self.numel()) or clone(self))
+    model = WithBuffer(torch.zeros(200_000))
+    optimizer = ft.VS2P(model.parameters())
+    optimizer.step(model)
+    assert 200_000 not in copied
+
+    model = WithBuffer(torch.zeros(200_000), lambda module: module.buffer.add_(1))
+    optimizer = ft.VS2P(model.parameters())
+    optimizer.step(model)  # the change is noticed here
+    start = float(model.buffer[0])
+    for _ in range(3):
+        optimizer.step(model)
+    assert 200_000 in copied
+    assert float(model.buffer[0]) == start + 3
+
+
+def test_hooks_are_in_place_in_every_evaluation():
+    """A branch that is first taken in a later evaluation is protected as well."""
+    extra, weight = normed(), torch.ones(5)
+    x = torch.randn(12, 6)
+
+    def closure():
+        seen.append(weight[0] < 1)
+        return weight.sum() + (extra(x).square().mean() if seen[-1] else 0.0)
+
+    seen = []
+    optimizer = ft.VS2P([weight], rho=0.1, directions=4, seed=1)
+    optimizer.step(closure)
+    assert sum(seen) == 4
+    assert not seen[0]
+    assert seen[-1]
+    assert extra[1].num_batches_tracked == 1

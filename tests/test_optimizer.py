@@ -180,8 +180,9 @@ def test_a_continued_run_equals_one_never_stopped(method, how, dtype):
 
     model, two = start()
     walk(model, two, range(11))
-    rng = torch.get_rng_state()
+    rng, last = torch.get_rng_state(), two.last_step
     model, two = how(model, two, make)
+    assert two.last_step == (last if how in (pickled, deep_copied) else None)
     torch.set_rng_state(rng)
     walk(model, two, range(11, 30))
     assert torch.equal(weights(model), whole)
@@ -189,19 +190,28 @@ def test_a_continued_run_equals_one_never_stopped(method, how, dtype):
     assert two.last_step == one.last_step
 
 
-def test_torch_schedulers_drive_lr():
-    model, closure = problem()
-    optimizer = ft.VS2P(model.parameters(), lr=2.0)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
-    for step in range(10):
-        optimizer.step(closure)
-        lr = 1 + math.cos(math.pi * step / 10)
-        assert abs(optimizer.last_step.t) <= lr * 1e-3
+@every_method
+def test_torch_schedulers_drive_lr(method):
+    """The step is in proportion to lr, for every method."""
+    make, _ = METHODS[method]
+    taken = []
+    for factor in (1.0, 0.5):
+        x = torch.tensor([0.3, -0.2], dtype=torch.float64)
+        optimizer = make([x], lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor)  # noqa: B023
+        optimizer.step(lambda: x[0])  # noqa: B023
         scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
-    before = weights(model)
-    optimizer.step(closure)
-    torch.testing.assert_close(weights(model), before, rtol=0, atol=1e-6)
+        taken.append(optimizer.last_step.t)
+    assert taken[0] != 0
+    assert taken[1] == pytest.approx(0.5 * taken[0])
+
+
+def test_lr_as_a_tensor():
+    x, y = torch.ones(3), torch.ones(3)
+    one, two = ft.MeZO([x], lr=0.5), ft.MeZO([y], lr=torch.tensor(0.5))
+    one.step(lambda: x.sum())
+    two.step(lambda: y.sum())
+    assert torch.equal(x, y)
 
 
 # --- parameters of all kinds ---
@@ -292,8 +302,9 @@ class Odd(nn.Module):
 def test_odd_parameters(method, backend):
     make, _ = METHODS[method]
     model = Odd()
-    optimizer = make(model.parameters(), backend=backend, seed=1)
-    assert optimizer.field.dimension == 1 + 20 + 5 * 4
+    optimizer = make(model.parameters(), backend=backend, seed=1, **({"L": 50.0} if method == "S2P-2" else {}))
+    assert optimizer.field.dimension == 1 + 20 + 5 * 3
+    frozen = model.frozen.clone()
     layout = [(p.shape, p.stride(), p.dtype) for p in model.parameters()]
     first = model.loss().item()
     for _ in range(200):
@@ -301,6 +312,55 @@ def test_odd_parameters(method, backend):
     assert model.loss().item() < first
     assert layout == [(p.shape, p.stride(), p.dtype) for p in model.parameters()]
     assert model.alias.data_ptr() == model.f64.data_ptr()
+    assert torch.equal(model.frozen, frozen)
+
+
+def test_frozen_parameters_stay_unless_all_are_frozen():
+    model, closure = problem()
+    model[0].requires_grad_(False)
+    optimizer = ft.MeZO(model.parameters(), lr=1e-2)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step(closure)
+    moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert moved == [p.requires_grad for p in model.parameters()] == [False, False, True, True, True, True]
+    # a parameter keeps its noise whatever else is frozen
+    s = optimizer.field.values(0, 0, 4, 0, model[4].weight.numel()).view(3, 16)
+    torch.testing.assert_close(
+        model[4].weight.detach().double(), before[4] + optimizer.last_step.t * s, rtol=0, atol=1e-7
+    )
+    model.requires_grad_(False)
+    optimizer.step(closure)
+    assert not torch.equal(model[0].weight, before[0])
+
+
+def test_groups_that_are_edited_between_steps():
+    a, b = torch.ones(4), torch.ones(4)
+    optimizer = ft.STP([{"params": [a], "lr": 0.1}, {"params": [b], "lr": 0.2}], directions=2)
+    optimizer.step(lambda: a.sum() + b.sum())
+    optimizer.param_groups.pop()
+    before = b.clone()
+    optimizer.step(lambda: a.sum())
+    assert torch.equal(b, before)
+    optimizer.param_groups[0]["params"] = [b]
+    before = a.clone()
+    optimizer.step(lambda: b.sum())
+    assert torch.equal(a, before)
+    assert optimizer.queries == 3 * 2 * 3
+
+
+@every_method
+def test_a_model_converted_between_steps(method):
+    make, _ = METHODS[method]
+    model, closure = problem()
+    optimizer = make(model.parameters(), seed=4)
+    optimizer.step(closure)
+    model.double()
+    double = loss_of(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step(double)
+    for number, (old, p) in enumerate(zip(before, model.parameters(), strict=True)):
+        s = optimizer.field.values(1, 0, number, 0, p.numel()).view(p.shape)
+        torch.testing.assert_close(p.detach(), old + optimizer.last_step.t * s, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -343,6 +403,7 @@ def test_an_exception_puts_the_weights_back(method, at):
     model, closure = problem(torch.float64)
     optimizer = make(model.parameters(), directions=2)
     optimizer.step(closure)
+    first = optimizer.queries
     state, before = copy.deepcopy(optimizer.param_groups[0]["memory"]), weights(model)
     buffers = [b.clone() for b in model.buffers()]
     rng = torch.get_rng_state()
@@ -361,24 +422,38 @@ def test_an_exception_puts_the_weights_back(method, at):
     assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
     assert torch.equal(torch.get_rng_state(), rng)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert optimizer.queries == first + at
     optimizer.step(closure)
     assert optimizer.last_step.step == 2  # the failed step keeps its number: its noise is never used again
 
 
-def test_an_interrupt_during_a_move_waits_for_its_end(monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("move", [0, 1, 2])
+def test_an_interrupt_during_a_move_waits_for_its_end(monkeypatch, number, move):
+    """The signal comes when the kernel has run and the line does not know it yet."""
     model, closure = problem(torch.float64)
-    optimizer = ft.VS2P(model.parameters())
+    optimizer = ft.VS2P(model.parameters(), rho=0.1)
     before = weights(model)
-    add = optimizer.field.add
+    walk, moves = optimizer.field.walk, []
 
     def interrupted(step, terms):
-        signal.raise_signal(signal.SIGINT)
-        add(step, terms)
+        walk(step, terms)
+        moves.append(terms)
+        if len(moves) == move + 1:
+            signal.raise_signal(number)
 
-    monkeypatch.setattr(optimizer.field, "add", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step(closure)
-    torch.testing.assert_close(weights(model), before, rtol=0, atol=1e-15)
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(optimizer.field, "walk", interrupted)
+    old = signal.signal(number, stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step(closure)
+        assert signal.getsignal(number) is stop
+    finally:
+        signal.signal(number, old)
+    torch.testing.assert_close(weights(model), before, rtol=0, atol=1e-14)
 
 
 def test_steps_work_outside_the_main_thread():
@@ -422,8 +497,53 @@ def test_a_loss_that_is_not_finite(method, bad):
 
 
 @pytest.mark.parametrize(
+    ("make", "dtype"),
+    [(lambda p: ft.S2P(p, step_size="dynamic", L=1e-9), torch.float32), (lambda p: ft.MeZO(p, lr=1e9), torch.float16)],
+)
+def test_offsets_too_far_to_come_back_from_are_not_walked(make, dtype):
+    x = torch.tensor([1.0, -2.0, 3.0], dtype=dtype)
+    optimizer = make([x])
+    with pytest.warns(RuntimeWarning, match="find back") as caught:
+        optimizer.step(lambda: x.double().square().sum())
+    assert caught[0].filename == __file__
+    assert not optimizer.last_step.taken
+    torch.testing.assert_close(x, torch.tensor([1.0, -2.0, 3.0], dtype=dtype), rtol=0, atol=2e-3)
+
+
+def test_vs2p_survives_gigantic_losses():
+    x = torch.ones(2)
+    optimizer = ft.VS2P([x])
+    values = iter([1e200, 0.0, 3e200, 0.0])
+    for _ in range(2):
+        optimizer.step(lambda: next(values))
+        assert optimizer.last_step.taken
+    assert optimizer.last_step.sigma == pytest.approx(1e203 / math.sqrt(2))
+
+
+def test_the_loss_of_integers_and_of_groups():
+    x, y = torch.ones(2), torch.ones(2)
+    values = iter([3, 4])
+    loss = ft.VS2P([x]).step(lambda: torch.tensor(next(values)))
+    assert loss == 3.5
+    optimizer = ft.STP([{"params": [x], "lr": 0.0}, {"params": [y], "lr": 1.0}])
+    assert optimizer.step(lambda: y.sum().square()) == pytest.approx(4.0)
+
+
+def test_a_step_can_be_read_at_a_glance():
+    x = torch.ones(2)
+    optimizer = ft.VS2P([x])
+    optimizer.step(lambda: 0.25)
+    assert str(optimizer.last_step) == "step 0: loss 0.25, gamma 0, sigma 0, t 0, 2 queries"
+
+
+@pytest.mark.parametrize(
     ("returned", "message"),
-    [(None, "not NoneType"), (torch.ones(3), "reduce it"), (torch.tensor(1j), "one real number"), ("high", "not str")],
+    [
+        (None, "not NoneType"),
+        (torch.ones(3), "reduce it"),
+        (torch.tensor(1j), "real number, not complex"),
+        ("3", "not str"),
+    ],
 )
 def test_what_is_not_a_loss(returned, message):
     x = torch.ones(3)
@@ -481,17 +601,24 @@ def test_vs2p_window():
         (lambda p: ft.VS2P([]), "empty"),
         (lambda p: ft.VS2P([{"params": []}]), "empty"),
         (lambda p: ft.VS2P(p), "pass a list"),
+        (lambda p: ft.VS2P(nn.Linear(2, 2)), "model.parameters"),
+        (lambda p: ft.VS2P({p}), "order of the parameters"),
+        (lambda p: ft.VS2P([("a", p), p]), "name all"),
+        (lambda p: ft.VS2P([{"lr": 1.0}]), "no 'params'"),
+        (lambda p: ft.VS2P([torch.ones(0)]), "no elements"),
+        (lambda p: ft.VS2P([p], lr="0.1"), "lr must be a number"),
+        (lambda p: ft.VS2P([p], rho=None), "rho must be a number"),
         (lambda p: ft.VS2P([1.0]), "only tensors"),
-        (lambda p: ft.VS2P([p], lr=-1), "lr must be zero or above"),
-        (lambda p: ft.VS2P([p], lr=math.nan), "lr must be zero or above"),
-        (lambda p: ft.VS2P([p], rho=0), "rho must be above zero"),
-        (lambda p: ft.MeZO([p], rho=-1e-3), "rho must be above zero"),
+        (lambda p: ft.VS2P([p], lr=-1), "lr must be a number, zero or above"),
+        (lambda p: ft.VS2P([p], lr=math.nan), "lr must be a number, zero or above"),
+        (lambda p: ft.VS2P([p], rho=0), "rho must be a number above zero"),
+        (lambda p: ft.MeZO([p], rho=-1e-3), "rho must be a number above zero"),
         (lambda p: ft.STP([p], lr=math.inf), "lr must be"),
-        (lambda p: ft.VS2P([{"params": [p], "rho": -1}]), "rho must be above zero"),
-        (lambda p: ft.VS2P([p], tau_b=0), "tau_b must be above zero"),
+        (lambda p: ft.VS2P([{"params": [p], "rho": -1}]), "rho must be a number above zero"),
+        (lambda p: ft.VS2P([p], tau_b=0), "tau_b must be a number above zero"),
         (lambda p: ft.VS2P([p], window=1), "window"),
         (lambda p: ft.VS2P([p], distribution="gauss"), "rademacher, normal, uniform, sphere"),
-        (lambda p: ft.VS2P([p], directions=0), "directions must be above zero"),
+        (lambda p: ft.VS2P([p], directions=0), "directions must be an integer of at least 1"),
         (lambda p: ft.VS2P([p], seed=-1), "seed must be an integer"),
         (lambda p: ft.VS2P([p], seed=2**64), "seed must be an integer"),
         (lambda p: ft.VS2P([p], backend="magic"), "auto, numba, triton, reference"),
@@ -503,18 +630,42 @@ def test_vs2p_window():
         (lambda p: ft.VS2P(nn.LazyLinear(3).parameters()), "run the model once"),
         (lambda p: ft.S2P([p], step_size="newton"), "stationary, dynamic"),
         (lambda p: ft.S2P([p], step_size=5), "or 1 to 4"),
-        (lambda p: ft.S2P([p], step_size=1, alpha0=1.0), "needs steps="),
-        (lambda p: ft.S2P([p], step_size="dynamic"), "needs L="),
-        (lambda p: ft.S2P([p], step_size=3, steps=10), "needs L1="),
-        (lambda p: ft.S2P([p], step_size=4, L1=1.0), "needs L0="),
-        (lambda p: ft.S2P([p], step_size=2, L=-1.0), "L must be above zero"),
+        (lambda p: ft.S2P([p], step_size=1, alpha0=1.0), "needs steps"),
+        (lambda p: ft.S2P([p], step_size="dynamic"), "needs L;"),
+        (lambda p: ft.S2P([p], step_size=3, steps=10), "needs L1"),
+        (lambda p: ft.S2P([p], step_size=4, L1=1.0), "needs L0"),
+        (lambda p: ft.S2P([p], step_size=2, L=-1.0), "L must be a number above zero"),
+        (lambda p: ft.S2P([p], step_size=2, L=1.0, L0=1.0), "does not use L0"),
+        (lambda p: ft.S2P([p], step_size=1, alpha0=1.0, steps=10.5), "steps must be an integer"),
+        (lambda p: ft.S2P([p], step_size=True, alpha0=1.0, steps=10), "unknown step_size"),
+        (lambda p: ft.VS2P([torch._neg_view(p)]), "no dense memory"),
         (lambda p: ft.VS2P([p]).step(), "needs a closure"),
-        (lambda p: ft.VS2P([p]).load_state_dict(torch.optim.SGD([p]).state_dict()), "not the state of a forwardtune"),
+        (lambda p: ft.VS2P([p]).step(p.sum()), "needs a closure"),
+        (lambda p: ft.VS2P([p]).load_state_dict(None), "not the state_dict"),
+        (lambda p: ft.VS2P([p]).load_state_dict(ft.MeZO([p]).state_dict()), "state of a MeZO"),
+        (lambda p: ft.VS2P([p]).load_state_dict(ft.VS2P([torch.ones(4)]).state_dict()), "run over 4 weights, not 3"),
+        (lambda p: ft.VS2P([p]).load_state_dict(torch.optim.SGD([p]).state_dict()), "not the state_dict"),
     ],
 )
 def test_bad_input_is_refused_with_a_remedy(make, message):
     with pytest.raises(ft.InvalidArgumentError, match=message):
         make(torch.ones(3))
+
+
+@pytest.mark.parametrize(("setting", "value"), [("lr", -1.0), ("lr", math.nan), ("rho", 0.0), ("window", 0)])
+def test_settings_edited_later_are_checked_too(setting, value):
+    optimizer = ft.VS2P([torch.ones(3)])
+    optimizer.param_groups[0][setting] = value
+    with pytest.raises(ft.InvalidArgumentError, match=setting):
+        optimizer.step(lambda: 0.0)
+
+
+def test_memory_that_was_taken_away_is_noticed():
+    p = torch.ones(1000)
+    optimizer = ft.VS2P([p])
+    p.untyped_storage().resize_(0)
+    with pytest.raises(ft.InvalidArgumentError, match="no dense memory"):
+        optimizer.step(lambda: 0.0)
 
 
 def test_unknown_options_are_type_errors():
@@ -525,7 +676,7 @@ def test_unknown_options_are_type_errors():
 def test_another_noise_version_is_refused():
     optimizer = ft.VS2P([torch.ones(3)])
     state = copy.deepcopy(optimizer.state_dict())
-    state["state"]["run"]["noise"] = 0
+    state["param_groups"][0]["run"]["noise"] = 0
     with pytest.raises(ft.InvalidArgumentError, match="noise version"):
         optimizer.load_state_dict(state)
 

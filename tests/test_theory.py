@@ -75,11 +75,15 @@ def test_steps_of_options_1_to_3():
     assert C.steps_stationary_relaxed(eps, D, d, L0, L1, PAPER, printed=True) == pytest.approx(wrong)
 
 
-def test_option_3_constants_agree_with_its_own_number_of_steps():
-    K = C.steps_stationary_relaxed(0.05, 2.0, 9, 3.0, 5.0)
-    assert C.steps_stationary_relaxed(0.05, 2.0, 9, 3.0, 5.0, S.constants_for_steps(int(K))) == pytest.approx(
-        K, rel=1e-9
-    )
+@pytest.mark.parametrize("eps", [0.05, 1.0, 30.0])
+def test_option_3_is_the_least_number_of_steps_that_keeps_its_own_bound(eps):
+    def bound(K):
+        return C.steps_stationary_relaxed(eps, 2.0, 9, 3.0, 5.0, S.constants_for_steps(K))
+
+    K = C.steps_stationary_relaxed(eps, 2.0, 9, 3.0, 5.0)
+    assert int(K) == K
+    assert bound(int(K)) <= K
+    assert bound(int(K) - 1) > K - 1
 
 
 def test_option_3_bound_follows_from_its_proof():
@@ -115,9 +119,13 @@ def test_regimes_of_option_4():
 
 
 def test_rho_of_option_4_keeps_the_error_small_enough():
-    """At the largest rho the error xi rho^2 d^(3/2) is exactly what each proof allows."""
+    """At the largest rho the error of the step size is exactly what each proof allows."""
     eps, d, L0, xi = 0.1, 100, 2.0, 7.0
-    assert xi * C.rho_dynamic_relaxed(1, eps, d, L0, 0.3, xi, PAPER) ** 2 * d**1.5 == pytest.approx(1 / (2 * d))
-    for which, L1 in ((2, 0.3), (3, 3.0), (4, 3.0)):
-        allowed = eps / (2 * (1.01 * L0 + math.sqrt(2) * 1.01 * L1 * eps) * d)
-        assert xi * C.rho_dynamic_relaxed(which, eps, d, L0, L1, xi, PAPER) ** 2 * d**1.5 == pytest.approx(allowed)
+    for which, L1 in ((1, 0.3), (2, 0.3), (3, 3.0), (4, 3.0)):
+        allowed = 1 / (2 * d) if which == 1 else eps / (2 * (1.01 * L0 + math.sqrt(2) * 1.01 * L1 * eps) * d)
+        rho = C.rho_dynamic_relaxed(which, eps, d, L0, L1, xi, PAPER)
+        assert A.dynamic_relaxed_error(rho, L0, d, xi, PAPER) == pytest.approx(allowed)
+        printed = C.rho_dynamic_relaxed(which, eps, d, L0, L1, xi, PAPER, printed=True)
+        assert xi * printed**2 * d**1.5 == pytest.approx(allowed)
+    first = C.rho_dynamic_relaxed(1, eps, d, L0, 0.3, xi, PAPER, printed=True)
+    assert first == pytest.approx(1 / (d * math.sqrt(2 * xi * math.sqrt(d))))

@@ -6,7 +6,8 @@ from forwardtune import theory
 from forwardtune.errors import BackendError, ForwardTuneError, InvalidArgumentError, NonFiniteLossError
 from forwardtune.methods import S2P, STP, VS2P, MeZO
 from forwardtune.noise import Field
-from forwardtune.optimizer import LineRecord, LineSearch, RunOptions, Stand, StepRecord
+from forwardtune.optimizer import LineSearch, RunOptions
+from forwardtune.record import LineRecord, Stand, StepRecord
 
 __version__ = version("forwardtune")
 

@@ -1,22 +1,22 @@
 """The line: where the weights stand along the step's random directions, and how they get elsewhere.
 
 The weights are `x + sum_j t_j * s_j`, with one offset `t_j` for each direction and parameter group. Going from one set
-of offsets to another is one pass over memory, wherever the two lie: there is no separate way back to `x`. Floating
-point sums are rounded, so coming back gives `x` to within a few units in the last place, and the path (which is fully
-described by its offsets) gives the same bits whenever it is walked again.
+of offsets to another is one pass over memory that takes each weight back to `x` and forth to its new place while it is
+in a register. Floating point sums are rounded, but taking away what was added finds `x` again bit for bit, unless the
+sum had passed a power of two. The path is fully described by its offsets and gives the same bits whenever it is walked.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from forwardtune.noise import Field
+from forwardtune.noise import Field, Term
 
-Offsets = Sequence[float]
+Offsets = tuple[float, ...]
 """One offset for each parameter group."""
 
 
@@ -26,7 +26,7 @@ class Line:
     def __init__(self, field: Field, step: int, groups: int) -> None:
         self._field, self._step = field, step
         self._zero = (0.0,) * groups
-        self._at: Mapping[int, Offsets] = {}
+        self._at: dict[int, Offsets] = {}
         self._interrupts = _Interrupts()
 
     def __enter__(self) -> Line:
@@ -45,16 +45,17 @@ class Line:
     def goto(self, target: Mapping[int, Offsets]) -> None:
         """Moves to the offsets given by direction; directions that are not named are left at zero."""
         terms = []
-        for direction in sorted({*self._at, *target}):
-            here, there = self._at.get(direction, self._zero), target.get(direction, self._zero)
-            delta = [b - a for a, b in zip(here, there, strict=True)]
-            if any(delta):
-                terms.append((direction, delta))
+        for direction in {**dict.fromkeys(reversed(self._at)), **target}:  # what was added last is undone first
+            back, forth = self._at.get(direction, self._zero), target.get(direction, self._zero)
+            if back != forth:
+                terms.append(Term(direction, back, forth))
         self._interrupts.hold = True
-        if terms:
-            self._field.add(self._step, terms)
-        self._at = target
-        self._interrupts.release()
+        try:
+            if terms:
+                self._field.walk(self._step, terms)
+            self._at = dict(target)
+        finally:
+            self._interrupts.release()
 
 
 class _Interrupts:

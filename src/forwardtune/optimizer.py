@@ -13,35 +13,26 @@ evaluation for all of them. The engine owns everything else: noise, moves, commo
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
+import sys
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict
+from collections.abc import Callable, Generator, Mapping
+from types import FrameType
+from typing import Any, TypedDict
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
+from forwardtune.arguments import Params, as_groups, check_integer, is_number, tensors_of
 from forwardtune.errors import InvalidArgumentError, NonFiniteLossError
 from forwardtune.line import Line
 from forwardtune.noise import NOISE_VERSION, Distribution, Field
 from forwardtune.noise.field import check_number, check_tensor
 from forwardtune.objective import Closure, Objective
-
-Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-
-
-class Stand(NamedTuple):
-    """Where a search wants to stand, and what it saw on the way."""
-
-    t: float
-    gamma: float | None = None
-    sigma: float | None = None
-
+from forwardtune.record import LineRecord, Stand, StepRecord
 
 Search = Generator[float, float, Stand]
 Memory = dict[str, Any]
@@ -49,55 +40,23 @@ Memory = dict[str, Any]
 
 
 class RunOptions(TypedDict, total=False):
-    """Settings that every method shares; they hold for the whole run, not for a group."""
+    """Keyword arguments that every method takes; they hold for the whole run, not for a group.
+
+    seed: the noise is a function of it; an integer below 2^64 (default 0).
+    distribution: of the directions' elements, ``"rademacher"`` (default, the fastest), ``"normal"``, ``"uniform"`` or
+        ``"sphere"``; all have ``E norm(s)^2 = d``.
+    directions: how many independent directions a step searches from the same point; their moves are averaged and the
+        evaluations multiply (default 1).
+    backend: what moves the weights, ``"auto"`` (default), ``"numba"`` (CPU), ``"triton"`` (CUDA) or ``"reference"``
+        (any device, slow). All give the same bits. One asked for by name that cannot run is an error.
+    max_nonfinite: after so many steps in a row with a loss that is not finite the run ends with an error (default 10).
+    """
 
     seed: int
     distribution: Distribution
     directions: int
     backend: str
     max_nonfinite: int
-
-
-@dataclass(frozen=True)
-class LineRecord:
-    """One search: the offsets it probed, the losses there, and its stand."""
-
-    offsets: tuple[float, ...]
-    losses: tuple[float, ...]
-    t: float
-    gamma: float | None = None
-    sigma: float | None = None
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What happened in a step. `lines[j][g]` is direction j in group g; the short names are those of `lines[0][0]`."""
-
-    step: int
-    lines: tuple[tuple[LineRecord, ...], ...]
-    loss: float
-    queries: int
-    taken: bool
-
-    @property
-    def offsets(self) -> tuple[float, ...]:
-        return self.lines[0][0].offsets
-
-    @property
-    def losses(self) -> tuple[float, ...]:
-        return self.lines[0][0].losses
-
-    @property
-    def gamma(self) -> float | None:
-        return self.lines[0][0].gamma
-
-    @property
-    def sigma(self) -> float | None:
-        return self.lines[0][0].sigma
-
-    @property
-    def t(self) -> float:
-        return self.lines[0][0].t
 
 
 class LineSearch(Optimizer):
@@ -111,17 +70,22 @@ class LineSearch(Optimizer):
     def __init__(self, params: Params, defaults: Mapping[str, Any], **run: Unpack[RunOptions]) -> None:
         unknown = run.keys() - RunOptions.__annotations__
         if unknown:
-            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {min(unknown)!r}")
+            known = ", ".join([*self._settings, *RunOptions.__annotations__])
+            raise TypeError(
+                f"{type(self).__name__} got an unexpected keyword argument {min(unknown)!r}; it takes {known}"
+            )
         seed, directions = run.get("seed", 0), run.get("directions", 1)
         check_number("seed", seed)
-        check_number("direction", directions)
-        check_positive(directions=directions, max_nonfinite=run.get("max_nonfinite", 10))
+        check_integer(1, directions=directions, max_nonfinite=run.get("max_nonfinite", 10))
+        check_number("direction", directions - 1)
         self.backend = run.get("backend", "auto")
         self.max_nonfinite = run.get("max_nonfinite", 10)
         self._field: Field | None = None
-        super().__init__(_as_groups(params), {**defaults, "memory": {}})
+        self._compiled_modules: WeakSet[torch.nn.Module] = WeakSet()
+        super().__init__(as_groups(params), {**defaults, "memory": {}})
         # Replaced as a whole at every step and never changed in place, so that a `state_dict` is a snapshot.
         self._run = {
+            "method": type(self).__name__,
             "noise": NOISE_VERSION,
             "seed": seed,
             "distribution": run.get("distribution", "rademacher"),
@@ -130,23 +94,28 @@ class LineSearch(Optimizer):
             "queries": 0,
             "nonfinite": 0,
         }
-        self.field  # noqa: B018  (a bad distribution, backend or parameter is an error now, not at the first step)
+        self._run = {**self._run, "dimension": self.field.dimension}
+        if not self.field.dimension:  # also: a bad distribution, backend or parameter is an error now, not later
+            raise InvalidArgumentError("the parameters have no elements; there is nothing to tune")
 
     @property
     def _run(self) -> dict[str, Any]:
-        run: dict[str, Any] = self.state["run"]  # type: ignore[index]
+        """The run's counters and options; every group holds them, so that they travel with the groups."""
+        run: dict[str, Any] = self.param_groups[0]["run"]
         return run
 
     @_run.setter
     def _run(self, value: dict[str, Any]) -> None:
-        self.state["run"] = value  # type: ignore[index]
+        for group in self.param_groups:
+            group["run"] = value
 
     @property
     def field(self) -> Field:
         """The noise over all parameters."""
-        if self._field is None:
+        params = [group["params"] for group in self.param_groups]
+        if self._field is None or not self._field.covers(params):
             self._field = Field(
-                [group["params"] for group in self.param_groups],
+                params,
                 seed=self._run["seed"],
                 distribution=self._run["distribution"],
                 backend=self.backend,
@@ -169,19 +138,25 @@ class LineSearch(Optimizer):
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Refuses settings that make no sense; subclasses add their own."""
-        if not 0 <= group["lr"] < math.inf:
-            raise InvalidArgumentError(f"lr must be zero or above, and finite, not {group['lr']!r}")
+        if not is_number(group["lr"]) or not 0 <= group["lr"] < math.inf:
+            raise InvalidArgumentError(f"lr must be a number, zero or above and finite, not {group['lr']!r}")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if "params" not in param_group:
+            raise InvalidArgumentError(f"a parameter group has no 'params', only {', '.join(param_group) or 'nothing'}")
         misplaced = param_group.keys() & RunOptions.__annotations__.keys()
         if misplaced:
             raise InvalidArgumentError(f"{min(misplaced)!r} holds for the whole run; pass it to {type(self).__name__}")
-        param_group = {**self.defaults, **param_group, **_unnamed(param_group["params"])}
-        for param in param_group["params"]:
-            check_tensor(param)
+        param_group = {**self.defaults, **param_group, **tensors_of(param_group["params"])}
+        names = param_group.get(
+            "param_names", [f"parameter {i} of its group" for i in range(len(param_group["params"]))]
+        )
+        for name, param in zip(names, param_group["params"], strict=True):
+            check_tensor(param, name)
         self.check(param_group)
+        if self.param_groups and "run" in self.param_groups[0]:
+            param_group["run"] = self._run
         super().add_param_group(param_group)
-        self._field = None
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
@@ -191,15 +166,18 @@ class LineSearch(Optimizer):
         `no_grad`, always with the same random numbers and buffers. The loss returned is the mean of those
         probed nearest to the old weights, in the closure's own type.
         """
-        if closure is None:
+        if not callable(closure):
             raise InvalidArgumentError(
                 f"{type(self).__name__}.step needs a closure that returns the loss, for instance "
-                "optimizer.step(lambda: loss_fn(model(x), y))"
+                "optimizer.step(lambda: loss_fn(model(x), y)); it is evaluated several times, without a backward pass"
             )
+        for group in self.param_groups:
+            self.check(group)
         self.field.refresh()
         run = self._run
         check_number("step", run["step"])
-        objective = Objective(closure, {p.device for group in self.param_groups for p in group["params"]})
+        devices = {p.device for group in self.param_groups for p in group["params"]}
+        objective = Objective(closure, devices, self._compiled_modules)
         memories = [dict(group["memory"]) for group in self.param_groups]
         lines: list[tuple[LineRecord, ...]] = []
         taken = True
@@ -207,26 +185,25 @@ class LineSearch(Optimizer):
             with Line(self.field, run["step"], len(self.param_groups)) as line:
                 while taken and len(lines) < run["directions"]:
                     lines.append(self._walk(line, len(lines), objective, memories))
-                    taken = all(math.isfinite(value) for record in lines[-1] for value in (*record.losses, record.t))
-                shares = [[record.t / run["directions"] for record in records] for records in lines]
+                    taken = self._is_sound(lines[-1])
+                shares = [tuple(record.t / run["directions"] for record in records) for records in lines]
                 line.goto(dict(enumerate(shares)) if taken else {})
         except BaseException:
             objective.rewind()
-            self._run = _after(run, objective, nonfinite=run["nonfinite"])
+            self._advance(objective.queries, run["nonfinite"])
             raise
-        self._run = _after(run, objective, nonfinite=0 if taken else run["nonfinite"] + 1)
-        loss = _loss_near_zero(lines) if taken else lines[-1][0].losses[-1]
-        self.last_step = StepRecord(run["step"], tuple(lines), loss, self.queries, taken)
+        self._advance(objective.queries, 0 if taken else run["nonfinite"] + 1)
+        self.last_step = StepRecord.of(run["step"], lines, queries=self.queries, taken=taken)
         if taken:
             for group, memory in zip(self.param_groups, memories, strict=True):
                 group["memory"] = memory
         else:
             objective.rewind(generators=False)
             self._complain(self.last_step)
-        return objective.like_closure(loss)
+        return objective.like_closure(self.last_step.loss)
 
     def _walk(self, line: Line, direction: int, objective: Objective, memories: list[Memory]) -> tuple[LineRecord, ...]:
-        """Runs all groups' searches along one direction, probe by probe, up to a loss that is not finite."""
+        """Runs all groups' searches along one direction, probe by probe, as long as all numbers are sound."""
         searches = [
             self.search(memory, **self.settings(group))
             for group, memory in zip(self.param_groups, memories, strict=True)
@@ -234,50 +211,79 @@ class LineSearch(Optimizer):
         offsets = [tuple(next(search) for search in searches)]
         losses: list[float] = []
         stands = [Stand(0.0)] * len(searches)
-        while True:
+        while all(abs(t) <= self.field.reach for t in offsets[-1]):
             line.goto({direction: offsets[-1]})
             losses.append(objective())
             if not math.isfinite(losses[-1]):
                 break
             answers = [_send(search, losses[-1]) for search in searches]
-            if isinstance(answers[0], Stand):
+            if all(isinstance(answer, Stand) for answer in answers):
                 stands = answers
                 break
             offsets.append(tuple(answers))
         probed = zip(*offsets, strict=True)
         return tuple(LineRecord(o, tuple(losses), *stand) for o, stand in zip(probed, stands, strict=True))
 
+    def _is_sound(self, records: tuple[LineRecord, ...]) -> bool:
+        """Whether all searches came to their end, with losses that are finite and a stand within reach."""
+        return all(
+            len(record.losses) == len(record.offsets)
+            and all(map(math.isfinite, record.losses))
+            and abs(record.t) <= self.field.reach
+            for record in records
+        )
+
+    def _advance(self, queries: int, nonfinite: int) -> None:
+        """Counts a step."""
+        run = self._run
+        counts = {"step": run["step"] + 1, "queries": run["queries"] + queries, "nonfinite": nonfinite}
+        self._run = {**run, **counts, "dimension": self.field.dimension}
+
     def _complain(self, record: StepRecord) -> None:
-        """A loss (or the step made of it) was not finite: warn once, give up after too many in a row."""
-        seen = f"losses {record.lines[-1][0].losses} at step {record.step}"
+        """A step was not taken: warn once, give up after too many in a row."""
+        last = record.lines[-1][0]
+        what = (
+            f"a loss was not finite or an offset beyond {self.field.reach:.4g}, from where rounding lets no weight "
+            f"find back: losses {last.losses} at offsets {last.offsets}, t {last.t}, step {record.step}"
+        )
         advice = "Try a smaller lr or rho, or look at the batch."
         if self._run["nonfinite"] >= self.max_nonfinite:
             raise NonFiniteLossError(
-                f"{self.max_nonfinite} steps in a row met a loss that is not finite, the last with {seen}. "
-                f"The weights are those of the last good step. {advice}"
+                f"{self.max_nonfinite} steps in a row were not taken; {what}. "
+                f"The weights are those after the last good step. {advice}"
             )
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{seen} are not finite. The step was not taken, nor will others like it be; "
-                f"{self.max_nonfinite} in a row end the run. {advice}",
+                f"Step not taken; {what}. "
+                f"This is the only warning; {self.max_nonfinite} in a row end the run. {advice}",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=_callers_level(),
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        run = state_dict.get("state", {}).get("run")
-        if run is None:
+        groups = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
+        run = groups[0].get("run") if groups else None
+        if not isinstance(run, dict) or not self._run.keys() <= run.keys():
+            raise InvalidArgumentError(f"this is not the state_dict of a {type(self).__name__} made by forwardtune")
+        if run["method"] != type(self).__name__:
             raise InvalidArgumentError(
-                f"this is not the state of a forwardtune optimizer; make a new {type(self).__name__}"
+                f"this is the state of a {run['method']}; a {type(self).__name__} cannot go on from it"
             )
         if run["noise"] != NOISE_VERSION:
             raise InvalidArgumentError(
                 f"this state was made with noise version {run['noise']}, and this forwardtune makes version "
                 f"{NOISE_VERSION}: the run would go on with other directions; install the release it was made with"
             )
-        super().load_state_dict(copy.deepcopy(state_dict))
+        if run["dimension"] != self.field.dimension:
+            raise InvalidArgumentError(
+                f"this state is of a run over {run['dimension']:,} weights, not {self.field.dimension:,}; "
+                "give the optimizer the same parameters in the same order"
+            )
+        super().load_state_dict(state_dict)
         self._field = None
+        for group in self.param_groups:
+            self.check(group)
 
     def __getstate__(self) -> dict[str, Any]:
         ours = ("backend", "max_nonfinite", "last_step")
@@ -286,6 +292,7 @@ class LineSearch(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._field = None
+        self._compiled_modules = WeakSet()
 
     def __repr__(self) -> str:
         run = self._run
@@ -294,51 +301,9 @@ class LineSearch(Optimizer):
         lines += [f"    {name}: {value}" for name, value in shown.items()]
         for number, group in enumerate(self.param_groups):
             lines.append(f"Parameter Group {number}: {sum(p.numel() for p in group['params']):,} elements")
-            lines += [f"    {name}: {value}" for name, value in sorted(self.settings(group).items())]
+            settings = {name: group[name] for name in self._settings if group.get(name) is not None}
+            lines += [f"    {name}: {value}" for name, value in settings.items()]
         return "\n".join([*lines, ")"])
-
-
-def check_positive(**settings: Any) -> None:
-    """Refuses settings that are not finite numbers above zero."""
-    for name, value in settings.items():
-        if not 0 < value < math.inf:
-            raise InvalidArgumentError(f"{name} must be above zero and finite, not {value!r}")
-
-
-def _as_groups(params: Params) -> list[dict[str, Any]]:
-    if isinstance(params, Tensor):
-        raise InvalidArgumentError("pass a list of parameters, for instance model.parameters(), not a single tensor")
-    items: list[Any] = list(params)
-    if not items:
-        raise InvalidArgumentError(
-            "the list of parameters is empty; pass model.parameters(), and only once if it is a generator"
-        )
-    return items if isinstance(items[0], dict) else [{"params": items}]
-
-
-def _unnamed(params: Any) -> dict[str, Any]:
-    """A group's tensors, each once, and their names if they came with names."""
-    items = [params] if isinstance(params, Tensor) else list(params)
-    if not items:
-        raise InvalidArgumentError("a parameter group is empty; give it parameters or leave it out")
-    named = isinstance(items[0], tuple)
-    pairs = items if named else [("", item) for item in items]
-    for _, tensor in pairs:
-        if not isinstance(tensor, Tensor):
-            raise InvalidArgumentError(f"only tensors can be tuned, not {type(tensor).__name__}")
-    first = {tensor: name for name, tensor in reversed(pairs)}
-    tensors = list(dict.fromkeys(tensor for _, tensor in pairs))
-    return {"params": tensors, "param_names": [first[tensor] for tensor in tensors]} if named else {"params": tensors}
-
-
-def _after(run: Mapping[str, Any], objective: Objective, *, nonfinite: int) -> dict[str, Any]:
-    """The run's counters after a step."""
-    return {
-        **run,
-        "step": run["step"] + 1,
-        "queries": run["queries"] + objective.queries,
-        "nonfinite": nonfinite,
-    }
 
 
 def _send(search: Search, loss: float) -> Any:
@@ -349,10 +314,10 @@ def _send(search: Search, loss: float) -> Any:
         return end.value
 
 
-def _loss_near_zero(lines: Iterable[tuple[LineRecord, ...]]) -> float:
-    """The mean of the losses that each direction saw nearest to the old weights."""
-    near = []
-    for first, *_ in lines:
-        distance = min(abs(t) for t in first.offsets)
-        near += [loss for t, loss in zip(first.offsets, first.losses, strict=True) if abs(t) == distance]
-    return sum(near) / len(near)
+def _callers_level() -> int:
+    """The `stacklevel` of the first frame outside torch and this package."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "forwardtune"):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -7,7 +7,9 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from forwardtune.optimizer import LineSearch, Memory, Params, RunOptions, Search, Stand, check_positive
+from forwardtune.arguments import Params, check_positive
+from forwardtune.optimizer import LineSearch, Memory, RunOptions, Search
+from forwardtune.record import Stand
 
 
 def mezo(memory: Memory, *, lr: float, rho: float) -> Search:

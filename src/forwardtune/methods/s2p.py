@@ -7,8 +7,10 @@ from typing import Any, Literal
 
 from typing_extensions import Unpack
 
+from forwardtune.arguments import Params, check_integer, check_positive
 from forwardtune.errors import InvalidArgumentError
-from forwardtune.optimizer import LineSearch, Memory, Params, RunOptions, Search, Stand, check_positive
+from forwardtune.optimizer import LineSearch, Memory, RunOptions, Search
+from forwardtune.record import Stand
 from forwardtune.theory import step_sizes
 
 StepSize = Literal["stationary", "dynamic", "stationary-relaxed", "dynamic-relaxed"]
@@ -112,19 +114,21 @@ class S2P(LineSearch):
         rule = group["step_size"]
         if rule != self.defaults["step_size"]:
             raise InvalidArgumentError("all groups share one step_size; give the groups other constants or another lr")
-        for name in CONSTANTS[rule]:
-            if group[name] is None:
-                raise InvalidArgumentError(
-                    f"step_size={rule!r} needs {name}=...; its constants are {', '.join(CONSTANTS[rule])}"
-                )
-            check_positive(**{name: group[name]})
+        needed = CONSTANTS[rule]
+        for name in ("alpha0", "steps", "L", "L0", "L1"):
+            if (group[name] is None) == (name in needed):
+                verb = "needs" if name in needed else "does not use"
+                raise InvalidArgumentError(f"step_size={rule!r} {verb} {name}; its constants are {', '.join(needed)}")
+        check_positive(**{name: group[name] for name in needed})
+        if group["steps"] is not None:
+            check_integer(1, steps=group["steps"])
         check_positive(rho=group["rho"])
 
 
 def rule_by_number(step_size: str | int) -> StepSize:
     """A rule's name, given the name or its number in the paper."""
     names = tuple(CONSTANTS)
-    if isinstance(step_size, int) and 1 <= step_size <= len(names):
+    if isinstance(step_size, int) and not isinstance(step_size, bool) and 1 <= step_size <= len(names):
         return names[step_size - 1]
     if step_size not in names:
         raise InvalidArgumentError(f"unknown step_size {step_size!r}; choose one of {', '.join(names)}, or 1 to 4")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing_extensions import Unpack
 
-from forwardtune.optimizer import LineSearch, Memory, Params, RunOptions, Search, Stand
+from forwardtune.arguments import Params
+from forwardtune.optimizer import LineSearch, Memory, RunOptions, Search
+from forwardtune.record import Stand
 
 
 def stp(memory: Memory, *, lr: float) -> Search:

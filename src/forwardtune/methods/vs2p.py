@@ -8,8 +8,9 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from forwardtune.errors import InvalidArgumentError
-from forwardtune.optimizer import LineSearch, Memory, Params, RunOptions, Search, Stand, check_positive
+from forwardtune.arguments import Params, check_integer, check_positive
+from forwardtune.optimizer import LineSearch, Memory, RunOptions, Search
+from forwardtune.record import Stand
 
 
 def vs2p(memory: Memory, *, lr: float, rho: float, tau_a: float, tau_b: float, window: int) -> Search:
@@ -24,11 +25,12 @@ def vs2p(memory: Memory, *, lr: float, rho: float, tau_a: float, tau_b: float, w
 
 def spread(recent: Sequence[float]) -> float:
     """The standard deviation of the recent gammas; of a single one, its size: gamma is symmetric about zero."""
-    n = len(recent)
-    if n == 1:
-        return abs(recent[0])
-    mean = math.fsum(recent) / n
-    return math.sqrt(math.fsum((gamma - mean) ** 2 for gamma in recent) / (n - 1))
+    n, largest = len(recent), max(map(abs, recent))
+    if n == 1 or largest == 0 or not math.isfinite(largest):
+        return largest
+    scaled = [gamma / largest for gamma in recent]  # squares of large gammas would overflow
+    mean = math.fsum(scaled) / n
+    return largest * math.sqrt(math.fsum((gamma - mean) ** 2 for gamma in scaled) / (n - 1))
 
 
 class VS2P(LineSearch):
@@ -79,5 +81,4 @@ class VS2P(LineSearch):
     def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)
         check_positive(rho=group["rho"], tau_a=group["tau_a"], tau_b=group["tau_b"])
-        if not isinstance(group["window"], int) or group["window"] < 2:
-            raise InvalidArgumentError(f"window must be an integer of at least 2, not {group['window']!r}")
+        check_integer(2, window=group["window"])

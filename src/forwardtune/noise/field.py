@@ -6,7 +6,9 @@ tensors it covers and moves them along its directions, in place, in one pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -32,9 +34,12 @@ class Field:
 
     >>> x = torch.zeros(3)
     >>> field = Field([[x]], seed=0, distribution="rademacher")
-    >>> field.add(step=0, terms=[(0, [0.5])])
+    >>> field.walk(step=0, terms=[Term(direction=0, back=[0.0], forth=[0.5])])
     >>> x
     tensor([-0.5000,  0.5000, -0.5000])
+
+    `dimension` is the number of elements that move; `reach` the largest offset that is still safe to walk to: from
+    further away rounding would not let the weights find back.
     """
 
     def __init__(
@@ -51,13 +56,19 @@ class Field:
                 f"unknown distribution {distribution!r}; choose one of {', '.join(DISTRIBUTIONS)}"
             )
         self.seed, self.distribution, self.backend = seed, distribution, backend
-        self._tensors = [(g, tensor) for g, group in enumerate(groups) for tensor in group]
+        members = [list(group) for group in groups]
+        self.groups = len(members)
+        self._tensors = [(g, tensor) for g, group in enumerate(members) for tensor in group]
         self._lengths: dict[tuple[int, int], float] = {}
         self._plan()
 
     def _plan(self) -> None:
+        for number, (_, tensor) in enumerate(self._tensors):
+            check_tensor(tensor, f"parameter {number}")
         slots = _distinct(self._tensors)
         self.dimension = sum(slot.tensor.numel() for slot in slots)
+        coarsest = max((torch.finfo(slot.tensor.dtype).eps for slot in slots), default=1.0)
+        self.reach = 1 / math.sqrt(coarsest)
         by_kind: dict[type[Backend], list[Slot]] = {}
         for slot in slots:
             by_kind.setdefault(choose(self.backend, slot.tensor.device), []).append(slot)
@@ -75,15 +86,32 @@ class Field:
         if self._layout != [_layout(tensor) for _, tensor in self._tensors]:
             self._plan()
 
-    def add(self, step: int, terms: Sequence[Term]) -> None:
-        """Moves all tensors: `x += sum over terms of offset[group] * s(step, direction)`, in one pass."""
+    def covers(self, groups: Iterable[Iterable[Tensor]]) -> bool:
+        """Whether these are the tensors it was made for."""
+        theirs = [(g, tensor) for g, group in enumerate(groups) for tensor in group]
+        return len(theirs) == len(self._tensors) and all(
+            ours[0] == other[0] and ours[1] is other[1] for ours, other in zip(self._tensors, theirs, strict=True)
+        )
+
+    def walk(self, step: int, terms: Sequence[Term]) -> None:
+        """Moves all tensors along directions of a step, in one pass; see :class:`Term`."""
+        check_number("step", step)
+        for term in terms:
+            check_number("direction", term.direction)
+            if not len(term.back) == len(term.forth) == self.groups:
+                raise InvalidArgumentError(f"a term needs one offset for each of {self.groups} groups")
         if self._addresses != [tensor.data_ptr() for _, tensor in self._tensors]:
             self._plan()
         key = Key(self.seed, step, self.distribution)
         if self.distribution == "sphere":
-            terms = [(j, [t * self._length(key, j) for t in offsets]) for j, offsets in terms]
-        for backend in self._backends:
-            backend.add(key, terms)
+            terms = [self._scaled(term, self._length(key, term.direction)) for term in terms]
+        if terms:
+            for backend in self._backends:
+                backend.walk(key, terms)
+
+    @staticmethod
+    def _scaled(term: Term, factor: float) -> Term:
+        return Term(term.direction, [t * factor for t in term.back], [t * factor for t in term.forth])
 
     def _length(self, key: Key, direction: int) -> float:
         """What the normal vector is multiplied by to lie on the sphere; kept for the step under way."""
@@ -102,36 +130,56 @@ class Field:
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def check_tensor(tensor: Tensor) -> None:
+def check_tensor(tensor: Tensor, name: str) -> None:
     """Refuses what cannot be moved along a line, and says why."""
     if torch.nn.parameter.is_lazy(tensor):
-        raise InvalidArgumentError("a parameter is not initialised yet; run the model once before making the optimizer")
+        raise InvalidArgumentError(f"{name} is not initialised yet; run the model once before making the optimizer")
     if tensor.dtype not in DTYPES:
         raise InvalidArgumentError(
-            f"a parameter of dtype {tensor.dtype} cannot be tuned: only float64, float32, bfloat16 and float16 can; "
+            f"{name} has dtype {tensor.dtype} and cannot be tuned: only float64, float32, bfloat16 and float16 can; "
             "leave it out of the optimizer"
         )
-    if tensor.device.type == "meta" or tensor.layout != torch.strided:
+    if not _has_memory(tensor):
         raise InvalidArgumentError(
-            f"a parameter on {tensor.device} with layout {tensor.layout} has no dense memory to move; "
-            "materialise it first (module.to_empty, tensor.to_dense)"
+            f"{name} ({type(tensor).__name__}, {tensor.layout}, on {tensor.device}) has no dense memory of its own to "
+            "move; materialise it first (module.to_empty, tensor.to_dense, or bring back what was offloaded)"
         )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    if tensor.device.type == "meta" or tensor.layout != torch.strided or tensor.is_neg():
+        return False
+    try:
+        storage = tensor.untyped_storage()
+        last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        return not tensor.numel() or (
+            storage.data_ptr() != 0 and (last + 1) * tensor.element_size() <= storage.nbytes()
+        )
+    except RuntimeError:  # a wrapper around other tensors
+        return False
 
 
 def _distinct(tensors: Sequence[tuple[int, Tensor]]) -> list[Slot]:
-    """Numbers the tensors; the same memory seen twice is one parameter, and memory half shared is an error."""
+    """Numbers the tensors and picks those that move.
+
+    The same memory seen twice is one parameter, and memory that is partly shared is an error. As everywhere in torch, a
+    tensor that is frozen among others that are not stays where it is; if none requires a gradient, all move.
+    """
+    some_require_grad = any(tensor.requires_grad for _, tensor in tensors)
     slots: list[Slot] = []
     seen: set[tuple[object, ...]] = set()
+    numbers = count()
     for group, tensor in tensors:
-        check_tensor(tensor)
-        layout = _layout(tensor)
-        if tensor.numel() and layout in seen:
+        memory = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        if tensor.numel() and memory in seen:
             continue
-        seen.add(layout)
-        slots.append(Slot(tensor.detach(), len(slots), group))
+        seen.add(memory)
+        number = next(numbers)
+        if tensor.requires_grad or not some_require_grad:
+            slots.append(Slot(tensor.detach(), number, group))
     _refuse_overlap([slot.tensor for slot in slots])
     return slots
 

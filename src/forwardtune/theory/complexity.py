@@ -7,9 +7,11 @@ D is `f(x0) - f*`. The bounds count steps: options 1 and 3 evaluate f twice a st
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from typing import Literal
 
 from forwardtune.theory.smoothness import Constants, constants_for_dimension, constants_for_steps
+from forwardtune.theory.step_sizes import dynamic_relaxed_error
 
 Regime = Literal[1, 2, 3, 4]
 
@@ -36,17 +38,18 @@ def steps_stationary_relaxed(
 ) -> float:
     """Option 3 (Theorem 3.11): `(sqrt(d) + (A L0/(B L1) + B L1 D) sqrt(d)/eps)^2`.
 
-    Printed is `A L0` without the `1/(B L1)`. A and B depend on the number of steps, and that on them; where they are
-    not given, the bound is iterated to a fixed point.
+    Printed is `A L0` without the `1/(B L1)`. A and B depend on the number of steps, and that on them: where they are
+    not given, the least whole number of steps that satisfies its own bound is returned.
     """
     if constants is None:
-        K = 1.0
-        for _ in range(100):
-            after = steps_stationary_relaxed(eps, D, d, L0, L1, constants_for_steps(max(1, int(K))), printed=printed)
-            if math.isclose(after, K, rel_tol=1e-12):
-                break
-            K = after
-        return K
+
+        def bound(K: int) -> float:
+            return steps_stationary_relaxed(eps, D, d, L0, L1, constants_for_steps(K), printed=printed)
+
+        enough = 1
+        while enough < bound(enough):
+            enough *= 2
+        return float(bisect_left(range(enough + 1), True, lo=1, key=lambda K: bound(K) <= K))
     A, B = constants
     first = A * L0 if printed else A * L0 / (B * L1)
     return (math.sqrt(d) + (first + B * L1 * D) * math.sqrt(d) / eps) ** 2
@@ -89,15 +92,26 @@ def rho_dynamic(eps: float, d: int, L: float, *, printed: bool = False) -> float
 
 
 def rho_dynamic_relaxed(
-    which: Regime, eps: float, d: int, L0: float, L1: float, xi: float, constants: Constants | None = None
+    which: Regime,
+    eps: float,
+    d: int,
+    L0: float,
+    L1: float,
+    xi: float,
+    constants: Constants | None = None,
+    *,
+    printed: bool = False,
 ) -> float:
-    """Option 4 (Table 1): the largest rho; xi bounds the error of the slope, `xi rho^2 d^(3/2)`."""
+    """Option 4 (Table 1): the largest rho; xi bounds the error of the slope, `xi rho^2 d^(3/2)`.
+
+    The proof allows the step size an error of `1/(2d)` in regime 1 and of `eps/(2 (A L0 + q eps) d)` in the others.
+    Printed is the rho for which the error of the slope itself is that small; see `step_sizes.dynamic_relaxed_error`.
+    """
     A, B = constants or constants_for_dimension(d)
     q = math.sqrt(2) * B * L1
     _check_regime(which, q)
-    if which == 1:
-        return 1 / (d * math.sqrt(2 * xi * math.sqrt(d)))
-    return math.sqrt(eps / (2 * xi * (A * L0 + q * eps) * math.sqrt(d))) / d
+    allowed = 1 / (2 * d) if which == 1 else eps / (2 * (A * L0 + q * eps) * d)
+    return math.sqrt(allowed / dynamic_relaxed_error(1.0, L0, d, xi, Constants(A, B), printed=printed))
 
 
 def _check_regime(which: Regime, q: float) -> None:

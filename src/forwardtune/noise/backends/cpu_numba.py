@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,10 @@ import torch
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
+from forwardtune.errors import BackendError
 from forwardtune.noise import distributions as D
 from forwardtune.noise import philox as P
+from forwardtune.noise.backends import reference
 from forwardtune.noise.backends.interface import Key, Slot, Term
 from forwardtune.noise.backends.plan import DTYPES, Plan
 
@@ -40,7 +43,6 @@ CHUNK = 8 * D.RADEMACHER_TILE
 """Elements that one thread moves at a time; 256 KiB of float32."""
 PARALLEL_FROM = 4 * CHUNK
 """Models below this many elements are moved by the calling thread alone: waking others costs more."""
-MAX_DIMS = 16
 
 _jit: Callable[[Any], Any] = njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")
 
@@ -92,17 +94,16 @@ def _rademacher(noise, words):
 
 
 @_jit
-def _add_signs(x, word, scale_bits):
+def _add_signs(x, word, scale):
     for j in range(_32):
-        x[j] += u32(scale_bits ^ u32(u32(word << u32(u32(31) - u32(j))) & u32(0x80000000))).view(f32)
+        x[j] += u32(scale ^ u32(u32(word << u32(u32(31) - u32(j))) & u32(0x80000000))).view(f32)
 
 
 @_jit
 def _add_rademacher(x, words, scale):
     """The signs of a whole block go straight into float32 sums: the noise itself is never written."""
-    bits = f32(scale).view(u32)
     for k in range(D.BLOCK // 32):
-        _add_signs(x[32 * k : 32 * k + 32], words[k], bits)
+        _add_signs(x[32 * k : 32 * k + 32], words[k], f32(scale).view(u32))
 
 
 _UNIFORM_SCALE = f32(D.UNIFORM_SCALE)
@@ -220,7 +221,7 @@ def _copy(target, source, dtype):
 def _exchange(address, packed, dtype, count, start, shape, strides, out):
     """Elements `start` onwards of a strided tensor, copied to packed memory or (`out`) back."""
     size = i64(8) if dtype == F64 else i64(4) if dtype == F32 else i64(2)
-    position = np.empty(MAX_DIMS, i64)
+    position = np.empty(shape.size, i64)
     place, rest = address, start
     for axis in range(shape.size - 1, -1, -1):
         position[axis] = rest % shape[axis]
@@ -241,8 +242,17 @@ def _exchange(address, packed, dtype, count, start, shape, strides, out):
 
 
 @_jit
-def _move(chunks, shapes, strides, first, last, kind, step, k0, k1, directions, scales):
-    """Adds every term to chunks `first` to `last` of the plan."""
+def _walk(address, dtype, count, noise, back, forth):
+    """Both sums of a term, on a stretch that stays in the cache."""
+    if back != 0.0:
+        _add(address, dtype, count, noise, -back)
+    if forth != 0.0:
+        _add(address, dtype, count, noise, forth)
+
+
+@_jit
+def _move(chunks, shapes, strides, first, last, kind, step, k0, k1, directions, offsets):
+    """Walks every term in chunks `first` to `last` of the plan; `offsets` has one (back, forth) a term and group."""
     tile = np.empty(D.TILE_WORDS, u32)
     noise = np.empty(D.BLOCK, f32)
     packed = np.empty(D.BLOCK, f64)
@@ -250,8 +260,8 @@ def _move(chunks, shapes, strides, first, last, kind, step, k0, k1, directions, 
     for c in range(first, last):
         address, count, start, parameter, group, dtype, size, layout = chunks[c]
         for term in range(directions.size):
-            scale = scales[term, group]
-            if scale == 0.0:
+            back, forth = offsets[term, 0, group], offsets[term, 1, group]
+            if back == forth:
                 continue
             for low in range(0, count, D.BLOCK):
                 n = min(D.BLOCK, count - low)
@@ -260,17 +270,21 @@ def _move(chunks, shapes, strides, first, last, kind, step, k0, k1, directions, 
                 if at == 0:
                     _philox(tile, u64(number // 4), directions[term], u64(parameter), step, k0, k1)
                 words = tile[at : at + words_a_block]
-                if layout >= 0:
-                    _fill(noise, words, kind)
+                if kind == RADEMACHER and dtype == F32 and n == D.BLOCK and layout < 0:
+                    x = carray(_pointer(address + low * size, f32), (n,))
+                    if back != 0.0:
+                        _add_rademacher(x, words, -back)
+                    if forth != 0.0:
+                        _add_rademacher(x, words, forth)
+                    continue
+                _fill(noise, words, kind)
+                if layout < 0:
+                    _walk(address + low * size, dtype, n, noise, back, forth)
+                else:
                     shape, stride = shapes[layout], strides[layout]
                     _exchange(address, packed.ctypes.data, dtype, n, start + low, shape, stride, False)
-                    _add(packed.ctypes.data, dtype, n, noise, scale)
+                    _walk(packed.ctypes.data, dtype, n, noise, back, forth)
                     _exchange(address, packed.ctypes.data, dtype, n, start + low, shape, stride, True)
-                elif kind == RADEMACHER and dtype == F32 and n == D.BLOCK:
-                    _add_rademacher(carray(_pointer(address + low * size, f32), (n,)), words, f32(scale))
-                else:
-                    _fill(noise, words, kind)
-                    _add(address + low * size, dtype, n, noise, scale)
 
 
 @_jit
@@ -295,6 +309,21 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="forwardtune")
 
 
+@cache
+def _self_test() -> None:
+    """Compares a block of each kind with the reference: compiled code from another version's cache must not run."""
+    for name in KINDS:
+        key = Key(1, 2, name)  # type: ignore[arg-type]
+        noise, words = np.empty(D.BLOCK, f32), np.empty(D.TILE_WORDS, u32)
+        _philox(words, u64(0), u64(3), u64(4), u64(2), u32(1), u32(0))
+        _fill(noise, words, KINDS[name])
+        if not np.array_equal(noise, reference.values(key, 3, 4, 0, D.BLOCK, torch.device("cpu")).numpy()):
+            raise BackendError(
+                f"the compiled {name} noise differs from the reference; numba's cache may be out of date: "
+                f"delete {Path(__file__).with_name('__pycache__')} (or NUMBA_CACHE_DIR) and try again"
+            )
+
+
 class CpuNumba:
     """Moves CPU tensors of any layout, with as many threads as torch uses."""
 
@@ -305,17 +334,18 @@ class CpuNumba:
         return device.type == "cpu"
 
     def __init__(self, slots: Sequence[Slot]) -> None:
+        _self_test()
         self.plan = Plan(slots, CHUNK)
 
-    def add(self, key: Key, terms: Sequence[Term]) -> None:
-        directions = np.array([direction for direction, _ in terms], u64)
-        scales = np.array([scale for _, scale in terms], f64)
+    def walk(self, key: Key, terms: Sequence[Term]) -> None:
+        directions = np.array([term.direction for term in terms], u64)
+        offsets = np.array([(term.back, term.forth) for term in terms], f64)
         k0, k1 = key.seed_words
         kind, step = KINDS[key.distribution], u64(key.step)
         p = self.plan
         self._share(
             lambda first, last: _move(
-                p.chunks, p.shapes, p.strides, first, last, kind, step, u32(k0), u32(k1), directions, scales
+                p.chunks, p.shapes, p.strides, first, last, kind, step, u32(k0), u32(k1), directions, offsets
             )
         )
 

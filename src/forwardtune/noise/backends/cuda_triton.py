@@ -81,6 +81,16 @@ def _uniform(word):
 
 
 @triton.jit
+def _walk(x, noise, back, forth, compute: tl.constexpr):
+    """Both sums of a term."""
+    if back != 0:
+        x = _sum(x, noise, -back, compute)
+    if forth != 0:
+        x = _sum(x, noise, forth, compute)
+    return x
+
+
+@triton.jit
 def _sum(x, noise, scale, compute: tl.constexpr):
     total = x.to(compute) + noise.to(compute) * scale.to(compute)
     if x.dtype == tl.bfloat16:  # to nearest even by hand: triton's interpreter cuts off
@@ -106,7 +116,7 @@ def _place(address, element, start, shape, strides, dtype: tl.constexpr, dims: t
 
 @triton.jit(do_not_specialize=["terms", "groups", "step", "k0", "k1"])
 def _move(
-    chunks, shapes, strides, directions, scales, terms, groups, step, k0, k1,
+    chunks, shapes, strides, directions, offsets, terms, groups, step, k0, k1,
     kind: tl.constexpr, dtype: tl.constexpr, compute: tl.constexpr, dims: tl.constexpr,
 ):  # fmt: skip
     row = chunks + tl.program_id(0) * 8
@@ -119,11 +129,12 @@ def _move(
         place = _place(address, element, start, shape, stride, dtype, dims)
         x = tl.load(place, mask=element < count)
         for term in range(terms):
-            scale = tl.load(scales + term * groups + group)
-            if scale != 0:
+            back = tl.load(offsets + 2 * term * groups + group)
+            forth = tl.load(offsets + (2 * term + 1) * groups + group)
+            if back != forth:
                 words = _words(start, CHUNK, tl.load(directions + term), parameter, step, k0, k1)
                 sign = (words[:, :, None] >> bit.to(tl.uint32) & 1).to(tl.int32)
-                x = _sum(x, (1 - 2 * sign).to(tl.float32), scale, compute)
+                x = _walk(x, (1 - 2 * sign).to(tl.float32), back, forth, compute)
         tl.store(place, x, mask=element < count)
     else:
         first = _numbers(BLOCK, 1)
@@ -133,15 +144,16 @@ def _move(
         x1 = tl.load(place1, mask=first < count)
         x2 = tl.load(place2, mask=second < count)
         for term in range(terms):
-            scale = tl.load(scales + term * groups + group)
-            if scale != 0:
+            back = tl.load(offsets + 2 * term * groups + group)
+            forth = tl.load(offsets + (2 * term + 1) * groups + group)
+            if back != forth:
                 words = _words(start, BLOCK, tl.load(directions + term), parameter, step, k0, k1)
                 if kind == UNIFORM:
                     noise1, noise2 = _uniform(words)
                 else:
                     noise1, noise2 = _normal(words)
-                x1 = _sum(x1, noise1, scale, compute)
-                x2 = _sum(x2, noise2, scale, compute)
+                x1 = _walk(x1, noise1, back, forth, compute)
+                x2 = _walk(x2, noise2, back, forth, compute)
         tl.store(place1, x1, mask=first < count)
         tl.store(place2, x2, mask=second < count)
 
@@ -176,11 +188,11 @@ class CudaTriton:
             kinds.setdefault((t.device, t.dtype, 0 if t.is_contiguous() else t.dim()), []).append(slot)
         self.launches = [_Launch(*kind, members) for kind, members in kinds.items()]
 
-    def add(self, key: Key, terms: Sequence[Term]) -> None:
-        directions = torch.tensor([direction for direction, _ in terms])
-        scales = torch.tensor([tuple(scale) for _, scale in terms], dtype=torch.float64)
+    def walk(self, key: Key, terms: Sequence[Term]) -> None:
+        directions = torch.tensor([term.direction for term in terms])
+        offsets = torch.tensor([(tuple(term.back), tuple(term.forth)) for term in terms], dtype=torch.float64)
         for launch in self.launches:
-            launch.move(key, directions, scales)
+            launch.move(key, directions, offsets)
 
     def squares(self, key: Key, direction: int) -> int:
         return sum(launch.squares(key, direction) for launch in self.launches)
@@ -197,14 +209,14 @@ class _Launch:
             torch.from_numpy(table).to(device) for table in (plan.chunks, plan.shapes, plan.strides)
         )
 
-    def move(self, key: Key, directions: torch.Tensor, scales: torch.Tensor) -> None:
+    def move(self, key: Key, directions: torch.Tensor, offsets: torch.Tensor) -> None:
         if not self.programs:
             return
         compute = tl.float64 if self.dtype == torch.float64 else tl.float32
         with _on(self.device):
             _move[(self.programs,)](
-                self.chunks, self.shapes, self.strides, directions.to(self.device), scales.to(self.device),
-                *scales.shape, key.step, *key.seed_words,
+                self.chunks, self.shapes, self.strides, directions.to(self.device), offsets.to(self.device),
+                len(directions), offsets.shape[-1], key.step, *key.seed_words,
                 kind=KINDS[key.distribution], dtype=TYPES[self.dtype], compute=compute, dims=self.dims, **OPTIONS,
             )  # fmt: skip
         self.plan.touch()

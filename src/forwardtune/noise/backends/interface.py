@@ -33,12 +33,20 @@ class Slot:
     group: int
 
 
-Term = tuple[int, Sequence[float]]
-"""A direction's number, and how far to go along it in each group."""
+class Term(NamedTuple):
+    """A walk along one direction: in each group first `back` to the old point, then `forth` to the new one.
+
+    Both sums are rounded to the tensor's dtype, and the first meets the noise it once added: going back gives the old
+    weights exactly, but for those that the noise had carried past a power of two (and so lost a bit of).
+    """
+
+    direction: int
+    back: Sequence[float]
+    forth: Sequence[float]
 
 
 class Backend(Protocol):
-    """Noise for a fixed list of slots; terms are added one after the other, each sum rounded to the tensor's dtype."""
+    """Noise for a fixed list of slots."""
 
     name: str
 
@@ -48,8 +56,11 @@ class Backend(Protocol):
 
     def __init__(self, slots: Sequence[Slot]) -> None: ...
 
-    def add(self, key: Key, terms: Sequence[Term]) -> None:
-        """`tensor += scale * s` for every slot and term; a scale of zero leaves the tensor untouched."""
+    def walk(self, key: Key, terms: Sequence[Term]) -> None:
+        """`x = (x - back * s) + forth * s` for every slot, term after term.
+
+        An offset of zero is left out, and so is the whole term where `back` equals `forth`.
+        """
 
     def squares(self, key: Key, direction: int) -> int:
         """The squared length of the direction's normal vector over all slots, in fixed point."""

@@ -14,7 +14,7 @@ from forwardtune.noise import distributions as D
 from forwardtune.noise.backends.interface import Key, Slot, Term
 from forwardtune.noise.philox import MASK, philox
 
-CHUNK = 1 << 20
+CHUNK = 1 << 18
 """Elements whose noise is held at a time."""
 
 
@@ -109,14 +109,19 @@ class Reference:
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = slots
 
-    def add(self, key: Key, terms: Sequence[Term]) -> None:
+    def walk(self, key: Key, terms: Sequence[Term]) -> None:
         for slot in self.slots:
             compute = torch.promote_types(slot.tensor.dtype, torch.float32)
-            moves = [(direction, scales[slot.group]) for direction, scales in terms if scales[slot.group]]
             for piece, start in _pieces(slot.tensor):
-                for direction, scale in moves:
-                    noise = self._noise(key, direction, slot, piece, start).to(compute)
-                    piece.copy_(piece.to(compute) + noise * torch.tensor(scale, dtype=compute, device=piece.device))
+                for term in terms:
+                    back, forth = term.back[slot.group], term.forth[slot.group]
+                    if back == forth:
+                        continue
+                    noise = self._noise(key, term.direction, slot, piece, start).to(compute)
+                    for offset in (-back, forth):
+                        if offset:
+                            scale = torch.tensor(offset, dtype=compute, device=piece.device)
+                            piece.copy_(piece.to(compute) + noise * scale)
 
     def squares(self, key: Key, direction: int) -> int:
         total = 0
