@@ -22,21 +22,24 @@ def gpt2(batch: int = 32, length: int = 64) -> tuple[nn.Module, Closure]:
     return model.eval(), lambda: model(input_ids=tokens, labels=tokens).loss
 
 
-def cnn(batch: int = 32) -> tuple[nn.Module, Closure]:
-    """A small network of 21,546 weights on images of 8 x 8 pixels."""
+def cnn(pixels: int, batch: int = 32) -> tuple[nn.Module, Closure]:
+    """A small network of about 20,000 weights on square images of one channel."""
     torch.manual_seed(0)
+    hidden = {8: 69, 28: 23}[pixels]
     model = nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
+        nn.Conv2d(1, 8, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
+        nn.Conv2d(8, 16, 3, padding=1),
         nn.ReLU(),
+        nn.MaxPool2d(2 if pixels == 28 else 1),
         nn.Flatten(),
-        nn.Linear(512, 32),
+        nn.LazyLinear(hidden),
         nn.ReLU(),
-        nn.Linear(32, 10),
+        nn.Linear(hidden, 10),
     )
-    x, y = torch.randn(batch, 1, 8, 8), torch.randint(0, 10, (batch,))
+    x, y = torch.randn(batch, 1, pixels, pixels), torch.randint(0, 10, (batch,))
+    model(x)
     return model, lambda: F.cross_entropy(model(x), y)
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+import forwardtune as ft
 from forwardtune import BackendError, Field, InvalidArgumentError
 from forwardtune.noise import DISTRIBUTIONS, Term
 from forwardtune.noise.backends import cpu_numba, cuda_triton, reference
@@ -208,6 +209,13 @@ def test_directions_have_the_length_of_the_dimension(distribution):
         assert length == pytest.approx(field.dimension, rel=5 * math.sqrt(2 / field.dimension))
 
 
+@pytest.mark.parametrize("d", [1, 2, 30, 5000])
+def test_every_direction_on_the_sphere_has_the_same_length(d):
+    field = Field([[torch.zeros(d)]], distribution="sphere")
+    for step in range(300 if d < 5000 else 3):
+        assert field.values(step, 0, 0, 0, d).square().sum() == pytest.approx(d, rel=1e-6)
+
+
 def test_values_are_what_a_walk_adds():
     for distribution in DISTRIBUTIONS:
         x = [torch.zeros(300), torch.zeros(7, 9)]
@@ -319,6 +327,6 @@ def test_disjoint_views_of_one_storage_are_fine():
 def test_in_place_moves_are_seen_by_autograd():
     w = torch.ones(3, requires_grad=True)
     loss = (w * w).sum()
-    Field([[w]]).walk(0, [to(0, 1.0)])
+    ft.VS2P([w]).step(lambda: 0.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

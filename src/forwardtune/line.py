@@ -8,6 +8,7 @@ sum had passed a power of two. The path is fully described by its offsets and gi
 
 from __future__ import annotations
 
+import _signal  # beneath `signal`, without its conversions to enums, which would be most of a small model's step
 import signal
 import threading
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from types import TracebackType
 from typing import Any
 
 from forwardtune.noise import Field, Term
+
+HELD = (int(signal.SIGINT), int(signal.SIGTERM))
 
 Offsets = tuple[float, ...]
 """One offset for each parameter group."""
@@ -24,7 +27,7 @@ class Line:
     """The weights of a field during one step. Leaving it by an exception puts the weights back."""
 
     def __init__(self, field: Field, step: int, groups: int) -> None:
-        self._field, self._step = field, step
+        self.field, self._step = field, step
         self._zero = (0.0,) * groups
         self._at: dict[int, Offsets] = {}
         self._interrupts = _Interrupts()
@@ -40,6 +43,7 @@ class Line:
             if kind is not None:
                 self.goto({})
         finally:
+            self.field.touch()
             self._interrupts.give_back()
 
     def goto(self, target: Mapping[int, Offsets]) -> None:
@@ -52,7 +56,7 @@ class Line:
         self._interrupts.hold = True
         try:
             if terms:
-                self._field.walk(self._step, terms)
+                self.field.walk(self._step, terms)
             self._at = dict(target)
         finally:
             self._interrupts.release()
@@ -68,11 +72,11 @@ class _Interrupts:
 
     def take_over(self) -> None:
         if threading.current_thread() is threading.main_thread():  # Python runs signal handlers nowhere else
-            for number in (signal.SIGINT, signal.SIGTERM):
-                handler = signal.getsignal(number)
+            for number in HELD:
+                handler = _signal.getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler
-                    signal.signal(number, self._handle)
+                    _signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: Any) -> None:
         if self.hold:
@@ -87,5 +91,5 @@ class _Interrupts:
 
     def give_back(self) -> None:
         for number, handler in self._handlers.items():
-            if signal.getsignal(number) == self._handle:
-                signal.signal(number, handler)
+            if _signal.getsignal(number) == self._handle:
+                _signal.signal(number, handler)

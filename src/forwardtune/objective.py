@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from forwardtune.buffers import Buffers
+from forwardtune.buffers import Buffers, Modules
 from forwardtune.errors import InvalidArgumentError
 
 Closure = Callable[[], Any]
@@ -26,10 +25,10 @@ Closure = Callable[[], Any]
 class Objective:
     """One step's view of the closure: call it for the loss at the present weights."""
 
-    def __init__(self, closure: Closure, devices: Iterable[torch.device], remembered: WeakSet[nn.Module]) -> None:
+    def __init__(self, closure: Closure, devices: Iterable[torch.device], modules: Modules) -> None:
         self._closure = closure
         self._generators = _Generators(device for device in devices if device.type != "cpu")
-        self._buffers = Buffers(remembered)
+        self._buffers = Buffers(modules)
         self.last: Any = None
         self.queries = 0
 
@@ -38,8 +37,7 @@ class Objective:
             self.rewind()
         self.queries += 1
         torch.clear_autocast_cache()  # it may hold casts of the weights as they were
-        with self._buffers.watch():
-            self.last = self._closure()
+        self.last = self._buffers.watch(self._closure)
         return _as_float(self.last)
 
     def rewind(self, *, generators: bool = True) -> None:
@@ -53,7 +51,7 @@ class Objective:
         if not isinstance(self.last, Tensor):
             return loss
         dtype = self.last.dtype if self.last.is_floating_point() else torch.get_default_dtype()
-        return torch.tensor(loss, dtype=dtype, device=self.last.device)
+        return torch.scalar_tensor(loss, dtype=dtype, device=self.last.device)
 
 
 def _as_float(loss: Any) -> float:

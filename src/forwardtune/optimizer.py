@@ -20,13 +20,13 @@ import warnings
 from collections.abc import Callable, Generator, Mapping
 from types import FrameType
 from typing import Any, TypedDict
-from weakref import WeakSet
 
 import torch
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from forwardtune.arguments import Params, as_groups, check_integer, is_number, tensors_of
+from forwardtune.buffers import Modules
 from forwardtune.errors import InvalidArgumentError, NonFiniteLossError
 from forwardtune.line import Line
 from forwardtune.noise import NOISE_VERSION, Distribution, Field
@@ -81,7 +81,7 @@ class LineSearch(Optimizer):
         self.backend = run.get("backend", "auto")
         self.max_nonfinite = run.get("max_nonfinite", 10)
         self._field: Field | None = None
-        self._compiled_modules: WeakSet[torch.nn.Module] = WeakSet()
+        self._modules = Modules()
         super().__init__(as_groups(params), {**defaults, "memory": {}})
         # Replaced as a whole at every step and never changed in place, so that a `state_dict` is a snapshot.
         self._run = {
@@ -131,9 +131,9 @@ class LineSearch(Optimizer):
         super().__init_subclass__()
         cls._settings = tuple(inspect.getfullargspec(cls.search).kwonlyargs)
 
-    def settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
+    def _settings_of(self, group: Mapping[str, Any], d: int) -> dict[str, Any]:
         """The keyword arguments of a group's search: its settings, and `d`, the dimension of the whole line."""
-        known = {**group, "lr": float(group["lr"]), "d": self.field.dimension}
+        known = {**group, "lr": float(group["lr"]), "d": d}
         return {name: known[name] for name in self._settings}
 
     def check(self, group: Mapping[str, Any]) -> None:
@@ -173,26 +173,26 @@ class LineSearch(Optimizer):
             )
         for group in self.param_groups:
             self.check(group)
-        self.field.refresh()
-        run = self._run
+        field, run = self.field, self._run
+        field.refresh()
         check_number("step", run["step"])
         devices = {p.device for group in self.param_groups for p in group["params"]}
-        objective = Objective(closure, devices, self._compiled_modules)
+        objective = Objective(closure, devices, self._modules)
         memories = [dict(group["memory"]) for group in self.param_groups]
         lines: list[tuple[LineRecord, ...]] = []
         taken = True
         try:
-            with Line(self.field, run["step"], len(self.param_groups)) as line:
+            with Line(field, run["step"], len(self.param_groups)) as line:
                 while taken and len(lines) < run["directions"]:
                     lines.append(self._walk(line, len(lines), objective, memories))
-                    taken = self._is_sound(lines[-1])
+                    taken = all(record.is_sound(field.reach) for record in lines[-1])
                 shares = [tuple(record.t / run["directions"] for record in records) for records in lines]
                 line.goto(dict(enumerate(shares)) if taken else {})
         except BaseException:
             objective.rewind()
-            self._advance(objective.queries, run["nonfinite"])
+            self._advance(objective.queries, run["nonfinite"], field)
             raise
-        self._advance(objective.queries, 0 if taken else run["nonfinite"] + 1)
+        self._advance(objective.queries, 0 if taken else run["nonfinite"] + 1, field)
         self.last_step = StepRecord.of(run["step"], lines, queries=self.queries, taken=taken)
         if taken:
             for group, memory in zip(self.param_groups, memories, strict=True):
@@ -205,13 +205,13 @@ class LineSearch(Optimizer):
     def _walk(self, line: Line, direction: int, objective: Objective, memories: list[Memory]) -> tuple[LineRecord, ...]:
         """Runs all groups' searches along one direction, probe by probe, as long as all numbers are sound."""
         searches = [
-            self.search(memory, **self.settings(group))
+            self.search(memory, **self._settings_of(group, line.field.dimension))
             for group, memory in zip(self.param_groups, memories, strict=True)
         ]
         offsets = [tuple(next(search) for search in searches)]
         losses: list[float] = []
         stands = [Stand(0.0)] * len(searches)
-        while all(abs(t) <= self.field.reach for t in offsets[-1]):
+        while all(abs(t) <= line.field.reach for t in offsets[-1]):
             line.goto({direction: offsets[-1]})
             losses.append(objective())
             if not math.isfinite(losses[-1]):
@@ -224,20 +224,11 @@ class LineSearch(Optimizer):
         probed = zip(*offsets, strict=True)
         return tuple(LineRecord(o, tuple(losses), *stand) for o, stand in zip(probed, stands, strict=True))
 
-    def _is_sound(self, records: tuple[LineRecord, ...]) -> bool:
-        """Whether all searches came to their end, with losses that are finite and a stand within reach."""
-        return all(
-            len(record.losses) == len(record.offsets)
-            and all(map(math.isfinite, record.losses))
-            and abs(record.t) <= self.field.reach
-            for record in records
-        )
-
-    def _advance(self, queries: int, nonfinite: int) -> None:
+    def _advance(self, queries: int, nonfinite: int, field: Field) -> None:
         """Counts a step."""
         run = self._run
         counts = {"step": run["step"] + 1, "queries": run["queries"] + queries, "nonfinite": nonfinite}
-        self._run = {**run, **counts, "dimension": self.field.dimension}
+        self._run = {**run, **counts, "dimension": field.dimension}
 
     def _complain(self, record: StepRecord) -> None:
         """A step was not taken: warn once, give up after too many in a row."""
@@ -292,7 +283,7 @@ class LineSearch(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._field = None
-        self._compiled_modules = WeakSet()
+        self._modules = Modules()
 
     def __repr__(self) -> str:
         run = self._run

@@ -26,6 +26,11 @@ class LineRecord:
     gamma: float | None = None
     sigma: float | None = None
 
+    def is_sound(self, reach: float) -> bool:
+        """Whether the search came to its end, with losses that are finite and a stand within reach."""
+        ended = len(self.losses) == len(self.offsets)
+        return ended and all(map(math.isfinite, self.losses)) and abs(self.t) <= reach
+
 
 @dataclass(frozen=True)
 class StepRecord:

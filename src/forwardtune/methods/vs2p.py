@@ -28,9 +28,10 @@ def spread(recent: Sequence[float]) -> float:
     n, largest = len(recent), max(map(abs, recent))
     if n == 1 or largest == 0 or not math.isfinite(largest):
         return largest
-    scaled = [gamma / largest for gamma in recent]  # squares of large gammas would overflow
-    mean = math.fsum(scaled) / n
-    return largest * math.sqrt(math.fsum((gamma - mean) ** 2 for gamma in scaled) / (n - 1))
+    if largest > 1e150:  # squares would overflow
+        return largest * spread([gamma / largest for gamma in recent])
+    mean = math.fsum(recent) / n
+    return math.sqrt(math.fsum([(gamma - mean) ** 2 for gamma in recent]) / (n - 1))
 
 
 class VS2P(LineSearch):

@@ -8,7 +8,7 @@ and the other backends are compared with it bit for bit. A change of anything in
 Words come in tiles of 256: 64 counters side by side, four words each, word `w` of lane `l` at `64*w + l`.
 
 - rademacher: +-1, one bit an element, 32 elements a word.
-- uniform on [-sqrt(3), sqrt(3)]: the 65,536 midpoints of equal cells, half a word an element.
+- uniform on [-sqrt(3), sqrt(3)]: the 65,536 midpoints of equal cells, half a word an element, read as a signed number.
 - normal, by Box and Muller's transform: a word gives elements `e` and `e + 256` of its 512. The radius
   `sqrt(-2 ln u)` takes `u` from the upper 31 bits, so it ends at 6.55; the angle takes a sign for each of the two
   from the two lowest bits and one of 16,384 midpoints of a quarter turn from the next fourteen. Logarithm, sine and
@@ -53,10 +53,12 @@ LOG = (
 SIN = (1.5707951784133911, -0.6459258198738098, 0.07950032502412796, -0.004370800219476223)
 COS = (0.9999998211860657, -0.23369461297988892, 0.019939105957746506, -0.0008463341509923339)
 
-FIXED_POINT = 2.0**24
-"""A squared normal is below 2^6, so with 24 bits behind the point it fits an int32."""
+FIXED_POINT = 2.0**16
+"""A squared normal is below 43, so a block's sum with 16 bits behind the point fits an int32."""
+EXACT_LENGTH_BELOW = 4096
+"""Directions of fewer elements, for which that rounding could be felt, have their length summed exactly."""
 
 
-def sphere_scale(d: int, squares: int) -> float:
+def sphere_scale(d: int, squared_length: float) -> float:
     """The factor that brings a normal vector of `d` elements to the length sqrt(d)."""
-    return math.sqrt(d * FIXED_POINT / squares) if squares else 0.0
+    return math.sqrt(d / squared_length) if squared_length else 0.0

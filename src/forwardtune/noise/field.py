@@ -12,11 +12,18 @@ from itertools import count
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from forwardtune.errors import InvalidArgumentError
 from forwardtune.noise.backends import reference
 from forwardtune.noise.backends.interface import Backend, Key, Slot, Term
-from forwardtune.noise.distributions import DISTRIBUTIONS, Distribution, sphere_scale
+from forwardtune.noise.distributions import (
+    DISTRIBUTIONS,
+    EXACT_LENGTH_BELOW,
+    FIXED_POINT,
+    Distribution,
+    sphere_scale,
+)
 from forwardtune.noise.selection import choose
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -66,6 +73,8 @@ class Field:
         for number, (_, tensor) in enumerate(self._tensors):
             check_tensor(tensor, f"parameter {number}")
         slots = _distinct(self._tensors)
+        self._sizes = [(slot.parameter, slot.tensor.numel()) for slot in slots]
+        self._moving = [slot.tensor for slot in slots if not slot.tensor.is_inference()]
         self.dimension = sum(slot.tensor.numel() for slot in slots)
         coarsest = max((torch.finfo(slot.tensor.dtype).eps for slot in slots), default=1.0)
         self.reach = 1 / math.sqrt(coarsest)
@@ -86,6 +95,11 @@ class Field:
         if self._layout != [_layout(tensor) for _, tensor in self._tensors]:
             self._plan()
 
+    def touch(self) -> None:
+        """Tells autograd that the tensors have changed, as an in-place operation of torch does."""
+        for tensor in self._moving:
+            increment_version(tensor)
+
     def covers(self, groups: Iterable[Iterable[Tensor]]) -> bool:
         """Whether these are the tensors it was made for."""
         theirs = [(g, tensor) for g, group in enumerate(groups) for tensor in group]
@@ -94,7 +108,7 @@ class Field:
         )
 
     def walk(self, step: int, terms: Sequence[Term]) -> None:
-        """Moves all tensors along directions of a step, in one pass; see :class:`Term`."""
+        """Moves all tensors along directions of a step, in one pass; see :class:`Term`, and `touch` afterwards."""
         check_number("step", step)
         for term in terms:
             check_number("direction", term.direction)
@@ -118,9 +132,15 @@ class Field:
         if any(step != key.step for step, _ in self._lengths):
             self._lengths.clear()
         if (key.step, direction) not in self._lengths:
-            squares = sum(backend.squares(key, direction) for backend in self._backends)
-            self._lengths[key.step, direction] = sphere_scale(self.dimension, squares)
+            self._lengths[key.step, direction] = sphere_scale(self.dimension, self._squared_length(key, direction))
         return self._lengths[key.step, direction]
+
+    def _squared_length(self, key: Key, direction: int) -> float:
+        if self.dimension >= EXACT_LENGTH_BELOW:
+            return sum(backend.squares(key, direction) for backend in self._backends) / FIXED_POINT
+        cpu = torch.device("cpu")
+        noise = [reference.values(key, direction, number, 0, size, cpu) for number, size in self._sizes]
+        return math.fsum(torch.cat(noise).to(torch.float64).square().tolist())
 
     def values(self, step: int, direction: int, parameter: int, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop` of the direction in one parameter, as float64 on the CPU."""

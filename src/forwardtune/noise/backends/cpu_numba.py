@@ -62,23 +62,28 @@ def _pointer(typing_context: Any, address: Any, scalar: Any) -> Any:
 # two shifts and two exclusive ors, and nothing is packed or masked before the end.
 _LANES, _WORDS, _LOW, _32 = u64(D.LANES), u64(D.TILE_WORDS), u64(P.MASK), u64(32)
 _M0, _M1 = (u64(m) for m in P.MULTIPLIERS)
-_W0, _W1 = (u32(w) for w in P.WEYL)
 
 
 @_jit
-def _philox(words, block, direction, parameter, step, k0, k1):
+def _philox(words, block, direction, parameter, step, keys):
     c1 = direction | (block >> _32) << u64(16)
     for lane in range(_LANES):
         x0, x1, x2, x3 = block + lane, c1, parameter, step
-        a, b = k0, k1
-        for _ in range(P.ROUNDS):
+        for r in range(P.ROUNDS):
             p0, p1 = (x0 & _LOW) * _M0, (x2 & _LOW) * _M1
-            x0, x1, x2, x3 = (p1 >> _32) ^ x1 ^ u64(a), p1, (p0 >> _32) ^ x3 ^ u64(b), p0
-            a, b = u32(a + _W0), u32(b + _W1)
+            x0, x1, x2, x3 = (p1 >> _32) ^ x1 ^ keys[r, 0], p1, (p0 >> _32) ^ x3 ^ keys[r, 1], p0
         words[lane] = u32(x0)
         words[lane + _LANES] = u32(x1)
         words[lane + u64(2) * _LANES] = u32(x2)
         words[lane + u64(3) * _LANES] = u32(x3)
+
+
+@cache
+def _round_keys(seed: int) -> Any:
+    """The keys of all rounds, as Philox raises them from the seed."""
+    k0, k1 = Key(seed, 0, "rademacher").seed_words
+    raised = [((k0 + r * P.WEYL[0]) & P.MASK, (k1 + r * P.WEYL[1]) & P.MASK) for r in range(P.ROUNDS)]
+    return np.array(raised, u64)
 
 
 @_jit
@@ -113,9 +118,8 @@ _UNIFORM_SCALE = f32(D.UNIFORM_SCALE)
 def _uniform(noise, words):
     for j in range(_WORDS):
         word = words[j]
-        low, high = i32(word & u32(0xFFFF)), i32(word >> u32(16))
-        noise[j] = f32(i32(2) * low - i32(0xFFFF)) * _UNIFORM_SCALE
-        noise[j + _WORDS] = f32(i32(2) * high - i32(0xFFFF)) * _UNIFORM_SCALE
+        noise[j] = f32(i32(i32(u32(word << u32(16))) >> i32(15)) | i32(1)) * _UNIFORM_SCALE
+        noise[j + _WORDS] = f32(i32(i32(word) >> i32(15)) | i32(1)) * _UNIFORM_SCALE
 
 
 _L0, _L1, _L2, _L3, _L4, _L5, _L6 = (f32(c) for c in D.LOG)
@@ -156,6 +160,12 @@ def _fill(noise, words, kind):
 def _add_f32(x, noise, scale):
     for j in range(u64(x.size)):
         x[j] += noise[j] * scale
+
+
+@_jit
+def _add_twice_f32(x, noise, first, second):
+    for j in range(u64(x.size)):
+        x[j] = (x[j] + noise[j] * first) + noise[j] * second
 
 
 @_jit
@@ -244,6 +254,9 @@ def _exchange(address, packed, dtype, count, start, shape, strides, out):
 @_jit
 def _walk(address, dtype, count, noise, back, forth):
     """Both sums of a term, on a stretch that stays in the cache."""
+    if dtype == F32 and back != 0.0 and forth != 0.0:
+        _add_twice_f32(carray(_pointer(address, f32), (count,)), noise, f32(-back), f32(forth))
+        return
     if back != 0.0:
         _add(address, dtype, count, noise, -back)
     if forth != 0.0:
@@ -251,7 +264,7 @@ def _walk(address, dtype, count, noise, back, forth):
 
 
 @_jit
-def _move(chunks, shapes, strides, first, last, kind, step, k0, k1, directions, offsets):
+def _move(chunks, shapes, strides, first, last, kind, step, keys, directions, offsets):
     """Walks every term in chunks `first` to `last` of the plan; `offsets` has one (back, forth) a term and group."""
     tile = np.empty(D.TILE_WORDS, u32)
     noise = np.empty(D.BLOCK, f32)
@@ -268,7 +281,7 @@ def _move(chunks, shapes, strides, first, last, kind, step, k0, k1, directions, 
                 number = (start + low) // D.BLOCK * words_a_block
                 at = number % D.TILE_WORDS
                 if at == 0:
-                    _philox(tile, u64(number // 4), directions[term], u64(parameter), step, k0, k1)
+                    _philox(tile, u64(number // 4), directions[term], u64(parameter), step, keys)
                 words = tile[at : at + words_a_block]
                 if kind == RADEMACHER and dtype == F32 and n == D.BLOCK and layout < 0:
                     x = carray(_pointer(address + low * size, f32), (n,))
@@ -288,7 +301,15 @@ def _move(chunks, shapes, strides, first, last, kind, step, k0, k1, directions, 
 
 
 @_jit
-def _squares(chunks, first, last, step, k0, k1, direction):
+def _square_sum(noise):
+    total = i32(0)
+    for j in range(u64(noise.size)):
+        total = i32(total + i32(noise[j] * noise[j] * f32(D.FIXED_POINT) + f32(0.5)))
+    return total
+
+
+@_jit
+def _squares(chunks, first, last, step, keys, direction):
     words = np.empty(D.TILE_WORDS, u32)
     noise = np.empty(D.BLOCK, f32)
     total = i64(0)
@@ -296,10 +317,9 @@ def _squares(chunks, first, last, step, k0, k1, direction):
         count, start, parameter = chunks[c, 1], chunks[c, 2], chunks[c, 3]
         for low in range(0, count, D.BLOCK):
             tile = (start + low) // D.BLOCK
-            _philox(words, u64(tile * D.LANES), direction, u64(parameter), step, k0, k1)
+            _philox(words, u64(tile * D.LANES), direction, u64(parameter), step, keys)
             _normal(noise, words)
-            for j in range(u64(min(D.BLOCK, count - low))):
-                total += i64(i32(noise[j] * noise[j] * f32(D.FIXED_POINT)))
+            total += i64(_square_sum(noise[: min(D.BLOCK, count - low)]))
     return total
 
 
@@ -315,7 +335,7 @@ def _self_test() -> None:
     for name in KINDS:
         key = Key(1, 2, name)  # type: ignore[arg-type]
         noise, words = np.empty(D.BLOCK, f32), np.empty(D.TILE_WORDS, u32)
-        _philox(words, u64(0), u64(3), u64(4), u64(2), u32(1), u32(0))
+        _philox(words, u64(0), u64(3), u64(4), u64(2), _round_keys(1))
         _fill(noise, words, KINDS[name])
         if not np.array_equal(noise, reference.values(key, 3, 4, 0, D.BLOCK, torch.device("cpu")).numpy()):
             raise BackendError(
@@ -340,23 +360,15 @@ class CpuNumba:
     def walk(self, key: Key, terms: Sequence[Term]) -> None:
         directions = np.array([term.direction for term in terms], u64)
         offsets = np.array([(term.back, term.forth) for term in terms], f64)
-        k0, k1 = key.seed_words
-        kind, step = KINDS[key.distribution], u64(key.step)
+        kind, step, keys = KINDS[key.distribution], u64(key.step), _round_keys(key.seed)
         p = self.plan
         self._share(
-            lambda first, last: _move(
-                p.chunks, p.shapes, p.strides, first, last, kind, step, u32(k0), u32(k1), directions, offsets
-            )
+            lambda first, last: _move(p.chunks, p.shapes, p.strides, first, last, kind, step, keys, directions, offsets)
         )
-
-        p.touch()
 
     def squares(self, key: Key, direction: int) -> int:
-        k0, k1 = key.seed_words
-        step, number = u64(key.step), u64(direction)
-        return sum(
-            self._share(lambda first, last: _squares(self.plan.chunks, first, last, step, u32(k0), u32(k1), number))
-        )
+        step, keys, number = u64(key.step), _round_keys(key.seed), u64(direction)
+        return sum(self._share(lambda first, last: _squares(self.plan.chunks, first, last, step, keys, number)))
 
     def _share(self, work: Callable[[int, int], Any]) -> list[Any]:
         """Runs `work` over ranges of the chunks, several for each thread so that a slow one holds nobody up."""

@@ -75,8 +75,8 @@ def _normal(word):
 
 @triton.jit
 def _uniform(word):
-    low = (2 * (word & 0xFFFF).to(tl.int32) - 0xFFFF).to(tl.float32) * UNIFORM_SCALE
-    high = (2 * (word >> 16).to(tl.int32) - 0xFFFF).to(tl.float32) * UNIFORM_SCALE
+    low = ((word << 16).to(tl.int32, bitcast=True) >> 15 | 1).to(tl.float32) * UNIFORM_SCALE
+    high = (word.to(tl.int32, bitcast=True) >> 15 | 1).to(tl.float32) * UNIFORM_SCALE
     return low, high
 
 
@@ -165,8 +165,8 @@ def _squares(chunks, totals, direction, step, k0, k1):
     count, start, parameter = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
     first = _numbers(BLOCK, 1)
     cosine, sine = _normal(_words(start, BLOCK, direction, parameter, step, k0, k1))
-    one = (cosine * cosine * FIXED_POINT).to(tl.int32).to(tl.int64)
-    two = (sine * sine * FIXED_POINT).to(tl.int32).to(tl.int64)
+    one = (cosine * cosine * FIXED_POINT + 0.5).to(tl.int32).to(tl.int64)
+    two = (sine * sine * FIXED_POINT + 0.5).to(tl.int32).to(tl.int64)
     total = tl.where(first < count, one, 0) + tl.where(first + TILE_WORDS < count, two, 0)
     tl.store(totals + tl.program_id(0), tl.sum(total))
 
@@ -203,7 +203,7 @@ class _Launch:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, dims: int, slots: Sequence[Slot]) -> None:
         self.device, self.dtype, self.dims = device, dtype, dims
-        self.plan = plan = Plan(slots, CHUNK.value)
+        plan = Plan(slots, CHUNK.value)
         self.programs = len(plan.chunks)
         self.chunks, self.shapes, self.strides = (
             torch.from_numpy(table).to(device) for table in (plan.chunks, plan.shapes, plan.strides)
@@ -219,7 +219,6 @@ class _Launch:
                 len(directions), offsets.shape[-1], key.step, *key.seed_words,
                 kind=KINDS[key.distribution], dtype=TYPES[self.dtype], compute=compute, dims=self.dims, **OPTIONS,
             )  # fmt: skip
-        self.plan.touch()
 
     def squares(self, key: Key, direction: int) -> int:
         totals = torch.zeros(self.programs, dtype=torch.int64, device=self.device)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd.graph import increment_version
 
 from forwardtune.noise.backends.interface import Slot
 
@@ -38,12 +37,6 @@ class Plan:
         self.shapes = _padded([shape for shape, _ in layouts], dims, 1)
         self.strides = _padded([strides for _, strides in layouts], dims, 0)
         self.elements = int(self.chunks[:, 1].sum())
-        self._tensors = [slot.tensor for slot in slots if not slot.tensor.is_inference()]
-
-    def touch(self) -> None:
-        """Tells autograd that the tensors have changed, as an in-place operation of torch does."""
-        for tensor in self._tensors:
-            increment_version(tensor)
 
 
 def _padded(rows: Sequence[Sequence[int]], width: int, filler: int) -> np.ndarray[Any, Any]:

@@ -29,7 +29,8 @@ def values(key: Key, direction: int, parameter: int, start: int, stop: int, devi
     second = element >= D.TILE_WORDS
     if key.distribution == "uniform":
         half = torch.where(second, word >> 16, word & 0xFFFF)
-        return (2 * half - 0xFFFF).to(torch.float32) * D.UNIFORM_SCALE
+        signed = half - (half >> 15 << 16)
+        return (2 * signed + 1).to(torch.float32) * D.UNIFORM_SCALE
     return _box_muller(word, second)
 
 
@@ -128,7 +129,7 @@ class Reference:
         for slot in self.slots:
             for piece, start in _pieces(slot.tensor):
                 noise = self._noise(key, direction, slot, piece, start)
-                total += int((noise * noise * D.FIXED_POINT).to(torch.int64).sum())
+                total += int((noise * noise * D.FIXED_POINT + 0.5).to(torch.int64).sum())
         return total
 
     def _noise(self, key: Key, direction: int, slot: Slot, piece: Tensor, start: int) -> Tensor:
