@@ -8,7 +8,7 @@ install: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[demo,dev]"
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[demo,bench,dev]"
 	@touch $@
 
 demo: install
@@ -24,7 +24,10 @@ lint: install
 	$(BIN)/lint-imports
 
 bench: install
-	$(BIN)/python -m benchmarks.noise
+	$(BIN)/python -m benchmarks.noise --json results/noise.json
+	$(BIN)/python -m benchmarks.step --json results/step.json
+	$(BIN)/python -m benchmarks.memory --json results/memory.json
+	$(BIN)/python -m benchmarks.scaling --json results/scaling.json
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -43,16 +43,19 @@ def ratios(seconds: Mapping[str, float], baseline: str) -> list[Row]:
     ]
 
 
-def report(title: str, rows: list[Row], path: Path | None) -> None:
-    """Prints the rows as a table and writes them as JSON if asked to."""
+def show(title: str, rows: list[Row]) -> None:
+    """Prints the rows as a table."""
     units = [unit for unit in ("seconds", "megabytes") if any(unit in row for row in rows)]
-    table = Table("", *units, "ratio", "baseline", title=title)
+    table = Table("", *units, "ratio", title=title, caption=f"ratio: against {rows[0]['baseline']}")
     for row in rows:
         measured = [f"{row[unit]:.4g}" if unit in row else "" for unit in units]
-        table.add_row(str(row["name"]), *measured, f"{row['ratio']:.2f}", str(row["baseline"]))
-    console = Console()
-    console.print(table)
-    console.print(f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+        table.add_row(str(row["name"]), *measured, f"{row['ratio']:.2f}")
+    Console().print(table)
+
+
+def finish(rows: list[Row], path: Path | None) -> None:
+    """Tells the machine, and writes the rows as JSON if asked to."""
+    print(f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(rows, indent=1) + "\n")

@@ -12,7 +12,7 @@ import sys
 import torch
 
 from benchmarks import models
-from benchmarks.harness import arguments, report
+from benchmarks.harness import arguments, finish, show
 
 BASELINE = "one forward pass"
 
@@ -52,7 +52,8 @@ def main() -> None:
         {"name": name, "baseline": BASELINE, "ratio": peak / peaks[BASELINE], "megabytes": peak / 1e6}
         for name, peak in peaks.items()
     ]
-    report("peak memory on GPT-2, batch 32 x 64, float32", rows, options.json)
+    show("peak memory on GPT-2, batch 32 x 64, float32", rows)
+    finish(rows, options.json)
 
 
 if __name__ == "__main__":

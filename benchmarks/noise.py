@@ -13,7 +13,7 @@ import itertools
 
 import torch
 
-from benchmarks.harness import arguments, interleaved, ratios, report
+from benchmarks.harness import arguments, finish, interleaved, ratios, show
 from benchmarks.models import perturb
 from forwardtune import Field
 from forwardtune.noise import DISTRIBUTIONS, Term
@@ -47,7 +47,9 @@ def main() -> None:
 
     seconds = {name: value / 3 for name, value in interleaved(candidates, options.rounds).items()}
     count = sum(p.numel() for p in parameters)
-    report(f"one pass over {count / 1e6:.0f}M float32 weights", ratios(seconds, "in-place add"), options.json)
+    rows = ratios(seconds, "in-place add")
+    show(f"one pass over {count / 1e6:.0f}M float32 weights", rows)
+    finish(rows, options.json)
 
 
 if __name__ == "__main__":

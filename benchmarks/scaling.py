@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from benchmarks.harness import arguments, interleaved, report
+from benchmarks.harness import arguments, finish, interleaved, show
 from forwardtune import Field
 from forwardtune.noise import Term
 
@@ -28,20 +28,20 @@ def main() -> None:
             repeats = max(1, 20_000_000 // size)
             run = {"pass": lambda field=field, n=repeats: [field.walk(0, [Term(0, [1e-3], [-1e-3])]) for _ in range(n)]}
             seconds[size] = interleaved(run, options.rounds)["pass"] / repeats
-        cost = {size: value / size for size, value in seconds.items()}
-        baseline = f"{distribution}, {SIZES[-1]:,} weights"
-        rows += [
+        last = f"{SIZES[-1]:,} weights"
+        costs = [
             {
                 "name": f"{distribution}, {size:,} weights",
-                "baseline": f"cost a weight of {baseline}",
-                "ratio": cost[size] / cost[SIZES[-1]],
-                "seconds": seconds[size],
+                "baseline": f"the time a weight takes among {last}",
+                "ratio": value / size / (seconds[SIZES[-1]] / SIZES[-1]),
+                "seconds": value,
             }
-            for size in SIZES
+            for size, value in seconds.items()
         ]
         slope = float(np.polyfit(np.log(SIZES), np.log(list(seconds.values())), 1)[0])
-        rows.append({"name": f"{distribution}, slope", "baseline": "linear", "ratio": slope})
-    report("one pass, by number of weights", rows, options.json)
+        show(f"one pass, {distribution}: slope {slope:.3f} on logarithmic axes", costs)
+        rows += [*costs, {"name": f"{distribution}, slope", "baseline": "a cost that is linear", "ratio": slope}]
+    finish(rows, options.json)
 
 
 if __name__ == "__main__":

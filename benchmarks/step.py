@@ -9,7 +9,7 @@ Two bare forward passes under `inference_mode` are the least a two-point step ca
 from __future__ import annotations
 
 from benchmarks import models
-from benchmarks.harness import arguments, interleaved, ratios, report
+from benchmarks.harness import arguments, finish, interleaved, ratios, show
 
 BASELINE = "two forward passes"
 
@@ -32,11 +32,10 @@ def main() -> None:
         }
         repeated = {key: lambda step=step, n=repeats: [step() for _ in range(n)] for key, step in steps.items()}
         seconds = {key: value / repeats for key, value in interleaved(repeated, options.rounds).items()}
-        rows += [
-            {**row, "name": f"{name}: {row['name']}", "baseline": f"{name}: {BASELINE}"}
-            for row in ratios(seconds, BASELINE)
-        ]
-    report("one training step", rows, options.json)
+        table = ratios(seconds, BASELINE)
+        show(f"one training step, {name}", table)
+        rows += [{**row, "name": f"{name}: {row['name']}", "baseline": f"{name}: {BASELINE}"} for row in table]
+    finish(rows, options.json)
 
 
 if __name__ == "__main__":

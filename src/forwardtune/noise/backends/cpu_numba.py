@@ -371,10 +371,10 @@ class CpuNumba:
         return sum(self._share(lambda first, last: _squares(self.plan.chunks, first, last, step, keys, number)))
 
     def _share(self, work: Callable[[int, int], Any]) -> list[Any]:
-        """Runs `work` over ranges of the chunks, several for each thread so that a slow one holds nobody up."""
+        """Runs `work` over ranges of the chunks; of many, several a thread, so that a slow one holds nobody up."""
         n, threads = len(self.plan.chunks), torch.get_num_threads()
         if threads == 1 or self.plan.elements < PARALLEL_FROM:
             return [work(0, n)]
-        parts = min(n, 8 * threads)
+        parts = max(threads, min(8 * threads, n // 16))
         bounds = [n * i // parts for i in range(parts + 1)]
         return list(_pool(os.getpid(), threads).map(work, bounds[:-1], bounds[1:]))
