@@ -1,6 +1,7 @@
 """Every backend gives the reference's bits, and the reference's bits have the distribution they claim."""
 
 import copy
+import hashlib
 import itertools
 import math
 
@@ -13,7 +14,7 @@ from scipy import stats
 
 import forwardtune as ft
 from forwardtune import BackendError, Field, InvalidArgumentError
-from forwardtune.noise import DISTRIBUTIONS, Term
+from forwardtune.noise import DISTRIBUTIONS, NOISE_VERSION, Term
 from forwardtune.noise.backends import cpu_numba, cuda_triton, reference
 from forwardtune.noise.backends.interface import Key, Slot
 
@@ -207,6 +208,22 @@ def test_directions_have_the_length_of_the_dimension(distribution):
         assert length == pytest.approx(field.dimension, rel=1e-6)
     else:
         assert length == pytest.approx(field.dimension, rel=5 * math.sqrt(2 / field.dimension))
+
+
+@pytest.mark.parametrize(
+    ("distribution", "digest"),
+    [
+        ("rademacher", "81a9815917826b3e"),
+        ("normal", "c316d522b8a85f60"),
+        ("uniform", "df5ee4531045f46e"),
+        ("sphere", "67c0ce7254c051d5"),
+    ],
+)
+def test_the_noise_of_version_1_never_changes(distribution, digest):
+    assert NOISE_VERSION == 1
+    field = Field([[torch.zeros(7), torch.zeros(9000)]], seed=2**40 + 3, distribution=distribution)
+    values = field.values(5, 1, 1, 0, 9000).float()
+    assert hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16] == digest
 
 
 @pytest.mark.parametrize("d", [1, 2, 30, 5000])

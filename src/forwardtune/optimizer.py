@@ -217,9 +217,12 @@ class LineSearch(Optimizer):
             if not math.isfinite(losses[-1]):
                 break
             answers = [_send(search, losses[-1]) for search in searches]
-            if all(isinstance(answer, Stand) for answer in answers):
+            ended = {isinstance(answer, Stand) for answer in answers}
+            if ended == {True}:
                 stands = answers
                 break
+            if True in ended:
+                raise InvalidArgumentError("the searches of all groups must probe equally often")
             offsets.append(tuple(answers))
         probed = zip(*offsets, strict=True)
         return tuple(LineRecord(o, tuple(losses), *stand) for o, stand in zip(probed, stands, strict=True))

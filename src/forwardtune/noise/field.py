@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 from forwardtune.errors import InvalidArgumentError
 from forwardtune.noise.backends import reference
 from forwardtune.noise.backends.interface import Backend, Key, Slot, Term
+from forwardtune.noise.backends.plan import DTYPES
 from forwardtune.noise.distributions import (
     DISTRIBUTIONS,
     EXACT_LENGTH_BELOW,
@@ -26,7 +27,6 @@ from forwardtune.noise.distributions import (
 )
 from forwardtune.noise.selection import choose
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 LIMITS = {"seed": 2**64, "step": 2**32, "direction": 2**16}
 
 
@@ -73,6 +73,7 @@ class Field:
         for number, (_, tensor) in enumerate(self._tensors):
             check_tensor(tensor, f"parameter {number}")
         slots = _distinct(self._tensors)
+        self._lengths.clear()
         self._sizes = [(slot.parameter, slot.tensor.numel()) for slot in slots]
         self._moving = [slot.tensor for slot in slots if not slot.tensor.is_inference()]
         self.dimension = sum(slot.tensor.numel() for slot in slots)
