@@ -1,5 +1,6 @@
 """The evaluations of one step differ in nothing but the weights."""
 
+import contextlib
 import copy
 
 import pytest
@@ -280,3 +281,102 @@ def test_hooks_are_in_place_in_every_evaluation():
     assert not seen[0]
     assert seen[-1]
     assert extra[1].num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["a buffer", "a view of a parameter"])
+def test_weights_that_are_buffers_are_left_to_the_line(shared):
+    module = nn.Module()
+    weight = nn.Parameter(torch.ones(4)) if shared else torch.ones(4)
+    module.register_buffer("w", weight.data.view(-1) if shared else weight)
+    module.forward = lambda: module.w.square().sum()
+    optimizer = ft.STP([weight], lr=1e-2)
+    for _ in range(20):
+        before = weight.detach().clone()
+        optimizer.step(module)
+        moved = (weight.detach() - before).abs().max().item()
+        assert moved == pytest.approx(abs(optimizer.last_step.t), abs=1e-6)
+    assert len(set(optimizer.last_step.losses)) > 1
+
+
+def test_modules_that_come_later_are_seen():
+    """Another model every other step, a part replaced in the middle, and one behind a caught exception."""
+    models, x = [normed(), normed()], torch.randn(12, 6)
+    weight = torch.ones(3)
+    optimizer = ft.VS2P([weight])
+    for step in range(20):
+        if step == 10:
+            models[0][1] = nn.BatchNorm1d(6)
+        optimizer.step(lambda: weight.sum() + models[step % 2](x).square().mean())  # noqa: B023
+    assert models[0][1].num_batches_tracked == 5
+    assert models[1][1].num_batches_tracked == 10
+
+    class Failing(nn.Module):
+        def forward(self):
+            raise RuntimeError
+
+    failing = Failing()
+
+    def closure():
+        with contextlib.suppress(RuntimeError):
+            failing()
+        return weight.sum() + models[0](x).square().mean()
+
+    optimizer = ft.VS2P([weight])
+    for _ in range(5):
+        optimizer.step(closure)
+    assert models[0][1].num_batches_tracked == 10
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_replaced_buffers_are_put_back_when_the_closure_raises(steps):
+    model = Replacing()
+    optimizer = ft.VS2P(model.parameters())
+    for _ in range(steps):
+        optimizer.step(model)
+
+    def failing():
+        model()
+        raise KeyError
+
+    for _ in range(3):
+        with pytest.raises(KeyError):
+            optimizer.step(failing)
+        assert model.count == steps
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_buffers_of_unusual_kinds():
+    def drop(module):
+        module._buffers.pop("buffer", None)
+        module.buffer = torch.zeros(2)
+
+    graded = torch.zeros(3).requires_grad_()
+    for model in (WithBuffer(graded), WithBuffer(torch.zeros(3), drop)):
+        ft.VS2P(model.parameters()).step(model)
+    sparse = WithBuffer(torch.eye(3).to_sparse_csr())
+    ft.VS2P(sparse.parameters()).step(lambda: sparse.weight.sum())
+    sparse.forward = lambda: sparse.weight.sum()
+    ft.VS2P(sparse.parameters()).step(sparse)
+
+
+def test_ensembles_by_vmap():
+    models = [nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval() for _ in range(3)]
+    params, buffers = torch.func.stack_module_state(models)
+    x = torch.randn(5, 3)
+
+    def one(p, b):
+        return torch.func.functional_call(models[0], (p, b), (x,)).square().mean()
+
+    optimizer = ft.VS2P([p.detach() for p in params.values()])
+    before = optimizer.step(lambda: torch.vmap(one)(params, buffers).mean())
+    assert torch.isfinite(before)
+
+
+def test_a_step_not_taken_uses_up_its_random_numbers():
+    x = torch.ones(3)
+    torch.manual_seed(0)
+    expected = torch.rand(4)[2:]
+    torch.manual_seed(0)
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        ft.VS2P([x]).step(lambda: torch.rand(2).sum() * float("nan"))
+    assert torch.equal(torch.rand(2), expected)

@@ -643,7 +643,10 @@ def test_vs2p_window():
         (lambda p: ft.VS2P([p]).step(p.sum()), "needs a closure"),
         (lambda p: ft.VS2P([p]).load_state_dict(None), "not the state_dict"),
         (lambda p: ft.VS2P([p]).load_state_dict(ft.MeZO([p]).state_dict()), "state of a MeZO"),
-        (lambda p: ft.VS2P([p]).load_state_dict(ft.VS2P([torch.ones(4)]).state_dict()), "run over 4 weights, not 3"),
+        (
+            lambda p: ft.VS2P([p]).load_state_dict(ft.VS2P([torch.ones(4)]).state_dict()),
+            r"groups of \[4\] weights, not \[3\]",
+        ),
         (lambda p: ft.VS2P([p]).load_state_dict(torch.optim.SGD([p]).state_dict()), "not the state_dict"),
     ],
 )
@@ -660,12 +663,90 @@ def test_settings_edited_later_are_checked_too(setting, value):
         optimizer.step(lambda: 0.0)
 
 
-def test_memory_that_was_taken_away_is_noticed():
+@pytest.mark.parametrize("left", [0, 100])
+def test_memory_that_was_taken_away_is_noticed(left):
     p = torch.ones(1000)
     optimizer = ft.VS2P([p])
-    p.untyped_storage().resize_(0)
+    p.untyped_storage().resize_(left)
     with pytest.raises(ft.InvalidArgumentError, match="no dense memory"):
         optimizer.step(lambda: 0.0)
+
+
+def test_checkpoints_of_groups_that_grew_or_were_frozen():
+    a, b = torch.ones(3), torch.ones(3)
+    one = ft.VS2P([a])
+    one.step(lambda: a.sum())
+    one.add_param_group({"params": [b]})
+    two = ft.VS2P([{"params": [a]}, {"params": [b]}])
+    two.load_state_dict(one.state_dict())
+    assert two.queries == 2
+
+    model, closure = problem()
+    three, four = ft.VS2P(model.parameters()), ft.VS2P(model.parameters())
+    three.step(closure)
+    model[0].requires_grad_(False)
+    four.load_state_dict(three.state_dict())
+    ft.VS2P(model.parameters()).load_state_dict(three.state_dict())
+    assert four.queries == 2
+
+
+def test_state_is_plain_whatever_kind_of_number_is_passed():
+    import numpy as np
+
+    x = torch.ones(3)
+    settings = {"lr": np.float64(1.0), "rho": torch.tensor(1e-3), "tau_a": np.float32(3), "window": np.int64(50)}
+    optimizer = ft.VS2P([x], **{**settings, "window": 50})
+    optimizer.step(lambda: x.sum())
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert {type(gamma) for gamma in loaded["param_groups"][0]["memory"]["recent"]} == {float}
+
+
+def test_an_alias_that_is_not_frozen_moves():
+    w = torch.ones(3)
+    frozen, free, other = nn.Parameter(w, requires_grad=False), nn.Parameter(w), nn.Parameter(torch.ones(2))
+    optimizer = ft.STP([frozen, free, other], lr=0.1)
+    assert optimizer.field.dimension == 5
+    optimizer.step(lambda: w.square().sum() + other.square().sum())
+    assert optimizer.last_step.t == 0 or not torch.equal(w, torch.ones(3))
+
+
+def test_a_state_that_is_refused_changes_nothing():
+    one, two = ft.S2P([torch.ones(3)], step_size=1, alpha0=1.0, steps=9), ft.S2P([torch.ones(3)], step_size=2, L=1.0)
+    before = repr(one)
+    with pytest.raises(ft.InvalidArgumentError, match="step_size"):
+        one.load_state_dict(two.state_dict())
+    assert repr(one) == before
+
+
+def test_reach_is_where_it_says():
+    for dtype, limit in ((torch.float32, 2896.3), (torch.bfloat16, 11.3)):
+        x = torch.ones(3, dtype=dtype)
+        ft.STP([x], lr=0.99 * limit).step(lambda: 0.0)
+        with pytest.warns(RuntimeWarning, match="find back"):
+            loss = ft.STP([x], lr=1.01 * limit).step(lambda: 0.0)
+        assert torch.is_tensor(loss)
+        assert loss.isnan()
+
+
+def test_an_interrupt_after_an_averaged_move_undoes_all_of_it(monkeypatch):
+    model, closure = problem(torch.float32)
+    optimizer = ft.VS2P(model.parameters(), rho=0.01, directions=3)
+    before = weights(model)
+    walk = optimizer.field.walk
+
+    def interrupted(step, terms):
+        walk(step, terms)
+        if len(terms) == 3 and any(any(term.forth) for term in terms):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(optimizer.field, "walk", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(closure)
+    torch.testing.assert_close(weights(model), before, rtol=0, atol=1e-6)
+    assert (weights(model) != before).double().mean() < 0.2
 
 
 def test_unknown_options_are_type_errors():

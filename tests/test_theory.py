@@ -86,6 +86,10 @@ def test_option_3_is_the_least_number_of_steps_that_keeps_its_own_bound(eps):
     assert bound(int(K) - 1) > K - 1
 
 
+def test_option_3_with_an_astronomical_number_of_steps():
+    assert C.steps_stationary_relaxed(1e-6, 1.0, 10**9, 1.0, 1.0) > 1e20
+
+
 def test_option_3_bound_follows_from_its_proof():
     """Inserting alpha and K into the summed descent inequality gives exactly eps."""
     eps, D, d, L0, L1 = 0.1, 2.0, 9, 3.0, 5.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Set
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -19,6 +19,13 @@ def is_number(value: Any) -> bool:
     return (isinstance(value, Real) and not isinstance(value, bool)) or (
         isinstance(value, Tensor) and value.numel() == 1
     )
+
+
+def plain(value: Any) -> Any:
+    """A number as Python's own int or float (state must not hold numpy's or tensors); anything else as it is."""
+    if not is_number(value):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def check_positive(**settings: Any) -> None:

@@ -3,7 +3,8 @@
 The weights are `x + sum_j t_j * s_j`, with one offset `t_j` for each direction and parameter group. Going from one set
 of offsets to another is one pass over memory that takes each weight back to `x` and forth to its new place while it is
 in a register. Floating point sums are rounded, but taking away what was added finds `x` again bit for bit, unless the
-sum had passed a power of two. The path is fully described by its offsets and gives the same bits whenever it is walked.
+sum had passed a power of two or was a tie; then it may be off by a unit in the last place. The path is fully described
+by its offsets and gives the same bits whenever it is walked.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Line:
     def goto(self, target: Mapping[int, Offsets]) -> None:
         """Moves to the offsets given by direction; directions that are not named are left at zero."""
         terms = []
-        for direction in {**dict.fromkeys(reversed(self._at)), **target}:  # what was added last is undone first
+        order = {**dict.fromkeys(reversed(self._at)), **target}  # what was added last is undone first
+        for direction in order:
             back, forth = self._at.get(direction, self._zero), target.get(direction, self._zero)
             if back != forth:
                 terms.append(Term(direction, back, forth))
@@ -57,7 +59,7 @@ class Line:
         try:
             if terms:
                 self.field.walk(self._step, terms)
-            self._at = dict(target)
+            self._at = {direction: target[direction] for direction in order if direction in target}
         finally:
             self._interrupts.release()
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from forwardtune.buffers import Buffers, Modules
 from forwardtune.errors import InvalidArgumentError
+from forwardtune.noise import Field
 
 Closure = Callable[[], Any]
 
@@ -25,10 +26,10 @@ Closure = Callable[[], Any]
 class Objective:
     """One step's view of the closure: call it for the loss at the present weights."""
 
-    def __init__(self, closure: Closure, devices: Iterable[torch.device], modules: Modules) -> None:
+    def __init__(self, closure: Closure, field: Field, modules: Modules) -> None:
         self._closure = closure
-        self._generators = _Generators(device for device in devices if device.type != "cpu")
-        self._buffers = Buffers(modules)
+        self._generators = _Generators(device for device in field.devices if device.type != "cpu")
+        self._buffers = Buffers(modules, field.storages)
         self.last: Any = None
         self.queries = 0
 
@@ -48,6 +49,8 @@ class Objective:
 
     def like_closure(self, loss: float) -> Tensor | float:
         """A loss in the closure's own currency: a tensor if it returns tensors."""
+        if self.queries == 0:
+            return torch.tensor(loss)
         if not isinstance(self.last, Tensor):
             return loss
         dtype = self.last.dtype if self.last.is_floating_point() else torch.get_default_dtype()

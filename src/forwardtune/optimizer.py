@@ -25,7 +25,7 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from forwardtune.arguments import Params, as_groups, check_integer, is_number, tensors_of
+from forwardtune.arguments import Params, as_groups, check_integer, is_number, plain, tensors_of
 from forwardtune.buffers import Modules
 from forwardtune.errors import InvalidArgumentError, NonFiniteLossError
 from forwardtune.line import Line
@@ -94,7 +94,6 @@ class LineSearch(Optimizer):
             "queries": 0,
             "nonfinite": 0,
         }
-        self._run = {**self._run, "dimension": self.field.dimension}
         if not self.field.dimension:  # also: a bad distribution, backend or parameter is an error now, not later
             raise InvalidArgumentError("the parameters have no elements; there is nothing to tune")
 
@@ -133,8 +132,8 @@ class LineSearch(Optimizer):
 
     def _settings_of(self, group: Mapping[str, Any], d: int) -> dict[str, Any]:
         """The keyword arguments of a group's search: its settings, and `d`, the dimension of the whole line."""
-        known = {**group, "lr": float(group["lr"]), "d": d}
-        return {name: known[name] for name in self._settings}
+        known = {**group, "d": d}
+        return {name: plain(known[name]) for name in self._settings}
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Refuses settings that make no sense; subclasses add their own."""
@@ -154,6 +153,9 @@ class LineSearch(Optimizer):
         for name, param in zip(names, param_group["params"], strict=True):
             check_tensor(param, name)
         self.check(param_group)
+        for name in self._settings:
+            if name in param_group and not (name == "lr" and isinstance(param_group["lr"], torch.Tensor)):
+                param_group[name] = plain(param_group[name])
         if self.param_groups and "run" in self.param_groups[0]:
             param_group["run"] = self._run
         super().add_param_group(param_group)
@@ -176,8 +178,7 @@ class LineSearch(Optimizer):
         field, run = self.field, self._run
         field.refresh()
         check_number("step", run["step"])
-        devices = {p.device for group in self.param_groups for p in group["params"]}
-        objective = Objective(closure, devices, self._modules)
+        objective = Objective(closure, field, self._modules)
         memories = [dict(group["memory"]) for group in self.param_groups]
         lines: list[tuple[LineRecord, ...]] = []
         taken = True
@@ -190,9 +191,9 @@ class LineSearch(Optimizer):
                 line.goto(dict(enumerate(shares)) if taken else {})
         except BaseException:
             objective.rewind()
-            self._advance(objective.queries, run["nonfinite"], field)
+            self._advance(objective.queries, run["nonfinite"])
             raise
-        self._advance(objective.queries, 0 if taken else run["nonfinite"] + 1, field)
+        self._advance(objective.queries, 0 if taken else run["nonfinite"] + 1)
         self.last_step = StepRecord.of(run["step"], lines, queries=self.queries, taken=taken)
         if taken:
             for group, memory in zip(self.param_groups, memories, strict=True):
@@ -227,11 +228,11 @@ class LineSearch(Optimizer):
         probed = zip(*offsets, strict=True)
         return tuple(LineRecord(o, tuple(losses), *stand) for o, stand in zip(probed, stands, strict=True))
 
-    def _advance(self, queries: int, nonfinite: int, field: Field) -> None:
+    def _advance(self, queries: int, nonfinite: int) -> None:
         """Counts a step."""
         run = self._run
         counts = {"step": run["step"] + 1, "queries": run["queries"] + queries, "nonfinite": nonfinite}
-        self._run = {**run, **counts, "dimension": field.dimension}
+        self._run = {**run, **counts}
 
     def _complain(self, record: StepRecord) -> None:
         """A step was not taken: warn once, give up after too many in a row."""
@@ -255,8 +256,14 @@ class LineSearch(Optimizer):
                 stacklevel=_callers_level(),
             )
 
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        for packed, group in zip(state["param_groups"], self.param_groups, strict=True):
+            packed["elements"] = _elements(group)
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        groups = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
+        groups = state_dict.get("param_groups", []) if isinstance(state_dict, dict) else []
         run = groups[0].get("run") if groups else None
         if not isinstance(run, dict) or not self._run.keys() <= run.keys():
             raise InvalidArgumentError(f"this is not the state_dict of a {type(self).__name__} made by forwardtune")
@@ -269,15 +276,15 @@ class LineSearch(Optimizer):
                 f"this state was made with noise version {run['noise']}, and this forwardtune makes version "
                 f"{NOISE_VERSION}: the run would go on with other directions; install the release it was made with"
             )
-        if run["dimension"] != self.field.dimension:
+        ours, theirs = ([_elements(group) for group in part] for part in (self.param_groups, groups))
+        if ours != theirs:
             raise InvalidArgumentError(
-                f"this state is of a run over {run['dimension']:,} weights, not {self.field.dimension:,}; "
+                f"this state is of a run over groups of {theirs} weights, not {ours}; "
                 "give the optimizer the same parameters in the same order"
             )
-        super().load_state_dict(state_dict)
-        self._field = None
-        for group in self.param_groups:
+        for group in groups:
             self.check(group)
+        super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         ours = ("backend", "max_nonfinite", "last_step")
@@ -294,10 +301,18 @@ class LineSearch(Optimizer):
         lines = [f"{type(self).__name__} (", f"    backend: {self.field.backends}"]
         lines += [f"    {name}: {value}" for name, value in shown.items()]
         for number, group in enumerate(self.param_groups):
-            lines.append(f"Parameter Group {number}: {sum(p.numel() for p in group['params']):,} elements")
+            lines.append(f"Parameter Group {number}: {_elements(group):,} elements")
             settings = {name: group[name] for name in self._settings if group.get(name) is not None}
             lines += [f"    {name}: {value}" for name, value in settings.items()]
         return "\n".join([*lines, ")"])
+
+
+def _elements(group: Mapping[str, Any]) -> int:
+    """How many elements a group's parameters have, or had when its state was saved."""
+    params = group["params"]
+    if all(isinstance(p, torch.Tensor) for p in params):
+        return sum(p.numel() for p in params)
+    return int(group.get("elements", -1))
 
 
 def _send(search: Search, loss: float) -> Any:

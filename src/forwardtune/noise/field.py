@@ -45,8 +45,8 @@ class Field:
     >>> x
     tensor([-0.5000,  0.5000, -0.5000])
 
-    `dimension` is the number of elements that move; `reach` the largest offset that is still safe to walk to: from
-    further away rounding would not let the weights find back.
+    `dimension` is the number of elements that move. `reach`, one over the root of the coarsest dtype's precision, is a
+    crude limit for offsets: from further away, rounding would swallow weights of ordinary size.
     """
 
     def __init__(
@@ -76,6 +76,8 @@ class Field:
         self._lengths.clear()
         self._sizes = [(slot.parameter, slot.tensor.numel()) for slot in slots]
         self._moving = [slot.tensor for slot in slots if not slot.tensor.is_inference()]
+        self.devices = {slot.tensor.device for slot in slots}
+        self.storages = frozenset(slot.tensor.untyped_storage().data_ptr() for slot in slots)
         self.dimension = sum(slot.tensor.numel() for slot in slots)
         coarsest = max((torch.finfo(slot.tensor.dtype).eps for slot in slots), default=1.0)
         self.reach = 1 / math.sqrt(coarsest)
@@ -189,17 +191,18 @@ def _distinct(tensors: Sequence[tuple[int, Tensor]]) -> list[Slot]:
     The same memory seen twice is one parameter, and memory that is partly shared is an error. As everywhere in torch, a
     tensor that is frozen among others that are not stays where it is; if none requires a gradient, all move.
     """
-    some_require_grad = any(tensor.requires_grad for _, tensor in tensors)
     slots: list[Slot] = []
-    seen: set[tuple[object, ...]] = set()
     numbers = count()
+    some_require_grad = any(tensor.requires_grad for _, tensor in tensors)
+    aliases: dict[object, list[tuple[int, Tensor]]] = {}
     for group, tensor in tensors:
         memory = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        if tensor.numel() and memory in seen:
-            continue
-        seen.add(memory)
+        aliases.setdefault(memory if tensor.numel() else object(), []).append((group, tensor))
+    for same in aliases.values():
         number = next(numbers)
-        if tensor.requires_grad or not some_require_grad:
+        moving = [(group, t) for group, t in same if t.requires_grad or not some_require_grad]
+        if moving:
+            group, tensor = moving[0]
             slots.append(Slot(tensor.detach(), number, group))
     _refuse_overlap([slot.tensor for slot in slots])
     return slots

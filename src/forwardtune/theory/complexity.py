@@ -7,7 +7,6 @@ D is `f(x0) - f*`. The bounds count steps: options 1 and 3 evaluate f twice a st
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from typing import Literal
 
 from forwardtune.theory.smoothness import Constants, constants_for_dimension, constants_for_steps
@@ -49,7 +48,11 @@ def steps_stationary_relaxed(
         enough = 1
         while enough < bound(enough):
             enough *= 2
-        return float(bisect_left(range(enough + 1), True, lo=1, key=lambda K: bound(K) <= K))
+        least = enough // 2
+        while least + 1 < enough:
+            middle = (least + enough) // 2
+            least, enough = (least, middle) if middle >= bound(middle) else (middle, enough)
+        return float(enough)
     A, B = constants
     first = A * L0 if printed else A * L0 / (B * L1)
     return (math.sqrt(d) + (first + B * L1 * D) * math.sqrt(d) / eps) ** 2

@@ -36,8 +36,8 @@ class Slot:
 class Term(NamedTuple):
     """A walk along one direction: in each group first `back` to the old point, then `forth` to the new one.
 
-    Both sums are rounded to the tensor's dtype, and the first meets the noise it once added: going back gives the old
-    weights exactly, but for those that the noise had carried past a power of two (and so lost a bit of).
+    Both sums are rounded to the tensor's dtype, and the first takes away just what was once added: going back gives the
+    old weights exactly, but for sums that had passed a power of two or were a tie, which may be off by a last place.
     """
 
     direction: int
