@@ -24,12 +24,17 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def interleaved(candidates: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The best time of each candidate in seconds; every round runs each once, so that all meet the same noise."""
+    """The best time of each candidate in seconds.
+
+    Every round runs each once, so that all meet the same noise, and every other round backwards, so that none always
+    comes after the one that leaves the most memory behind.
+    """
     best = dict.fromkeys(candidates, float("inf"))
     for run in candidates.values():
         run()
-    for _ in range(rounds):
-        for name, run in candidates.items():
+    for number in range(rounds):
+        order = list(candidates.items())
+        for name, run in reversed(order) if number % 2 else order:
             start = time.perf_counter()
             run()
             best[name] = min(best[name], time.perf_counter() - start)

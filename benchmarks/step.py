@@ -12,16 +12,21 @@ from benchmarks import models
 from benchmarks.harness import arguments, finish, interleaved, ratios, show
 
 BASELINE = "two forward passes"
+WORKLOADS = {
+    "CNN, 28 x 28 pixels": (lambda: models.cnn(28), 50),
+    "CNN, 8 x 8 pixels": (lambda: models.cnn(8), 100),
+    "GPT-2, 32 x 64 tokens": (models.gpt2, 1),
+}
 
 
 def main() -> None:
-    options = arguments(__doc__.splitlines()[0]).parse_args()
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=WORKLOADS, help="measure one model")
+    options = parser.parse_args()
     rows = []
-    for name, (model, closure), repeats in (
-        ("CNN, 28 x 28 pixels", models.cnn(28), 50),
-        ("CNN, 8 x 8 pixels", models.cnn(8), 100),
-        ("GPT-2, 32 x 64 tokens", models.gpt2(), 1),
-    ):
+    for name in [options.only] if options.only else WORKLOADS:
+        build, repeats = WORKLOADS[name]
+        model, closure = build()
         # Each rival gets the same weights in turn; what it leaves in them does not change what a pass costs.
         steps = {
             BASELINE: models.two_forward_passes(model, closure),
