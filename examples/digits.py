@@ -35,11 +35,11 @@ EVALUATIONS = 40
 SEEDS = range(3)
 
 GRIDS: dict[str, list[float]] = {
-    "VS2P": [4.0, 8.0, 16.0, 32.0, 64.0],
-    "MeZO": [1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3],
-    "STP": [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2],
+    "VS2P": [8.0, 11.0, 16.0, 22.0, 32.0],
+    "MeZO": [2.5e-4, 3.5e-4, 5e-4, 7e-4, 1e-3],
+    "STP": [4e-3, 5.6e-3, 8e-3, 1.1e-2, 1.6e-2],
 }
-BEST = {"VS2P": 16.0, "MeZO": 4e-4, "STP": 8e-3}
+BEST = {"VS2P": 22.0, "MeZO": 5e-4, "STP": 8e-3}
 METHODS = {"VS2P": ft.VS2P, "MeZO": ft.MeZO, "STP": ft.STP}
 QUERIES_PER_STEP = {"VS2P": 2, "MeZO": 2, "STP": 3}
 
