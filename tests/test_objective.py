@@ -351,12 +351,14 @@ def test_buffers_of_unusual_kinds():
         module.buffer = torch.zeros(2)
 
     graded = torch.zeros(3).requires_grad_()
-    for model in (WithBuffer(graded), WithBuffer(torch.zeros(3), drop)):
-        ft.VS2P(model.parameters()).step(model)
     sparse = WithBuffer(torch.eye(3).to_sparse_csr())
-    ft.VS2P(sparse.parameters()).step(lambda: sparse.weight.sum())
     sparse.forward = lambda: sparse.weight.sum()
-    ft.VS2P(sparse.parameters()).step(sparse)
+    for model in (WithBuffer(graded), WithBuffer(torch.zeros(3), drop), sparse):
+        optimizer = ft.VS2P(model.parameters())
+        for _ in range(2):
+            optimizer.step(model)
+        assert optimizer.last_step.taken
+        assert optimizer.queries == 4
 
 
 def test_ensembles_by_vmap():
