@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from forwardtune.noise.backends import cpu_numba
+from forwardtune.noise.backends import numba_pieces
 from forwardtune.noise.philox import philox
 
 KNOWN_ANSWERS = [
@@ -28,8 +28,8 @@ def test_known_answers(counter, key, answer):
 def test_numba_tile_matches_single_counters():
     block, direction, parameter, step, seed = 64 * 12345 + (7 << 32), 9, 2**31 + 5, 2**32 - 1, (0xDEADBEEF, 0x12345678)
     words = np.empty(256, np.uint32)
-    keys = cpu_numba._round_keys(seed[0] | seed[1] << 32)
-    cpu_numba._philox(words, *(np.uint64(n) for n in (block, direction, parameter, step)), keys)
+    keys = numba_pieces.round_keys(seed[0] | seed[1] << 32)
+    numba_pieces.philox(words, *(np.uint64(n) for n in (block, direction, parameter, step)), keys)
     for lane in (0, 1, 17, 63):
         expected = philox((block + lane) & 0xFFFFFFFF, 7 << 16 | direction, parameter, step, *seed)
         assert tuple(int(words[64 * w + lane]) for w in range(4)) == expected

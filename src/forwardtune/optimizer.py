@@ -30,7 +30,8 @@ from forwardtune.buffers import Modules
 from forwardtune.errors import InvalidArgumentError, NonFiniteLossError
 from forwardtune.line import Line
 from forwardtune.noise import NOISE_VERSION, Distribution, Field
-from forwardtune.noise.field import check_number, check_tensor
+from forwardtune.noise.field import check_tensor
+from forwardtune.noise.walker import check_number
 from forwardtune.objective import Closure, Objective
 from forwardtune.record import LineRecord, Stand, StepRecord
 

@@ -16,24 +16,10 @@ from torch.autograd.graph import increment_version
 
 from forwardtune.errors import InvalidArgumentError
 from forwardtune.noise.backends import reference
-from forwardtune.noise.backends.interface import Backend, Key, Slot, Term
+from forwardtune.noise.backends.interface import Key, Slot, Term
 from forwardtune.noise.backends.plan import DTYPES
-from forwardtune.noise.distributions import (
-    DISTRIBUTIONS,
-    EXACT_LENGTH_BELOW,
-    FIXED_POINT,
-    Distribution,
-    sphere_scale,
-)
-from forwardtune.noise.selection import choose
-
-LIMITS = {"seed": 2**64, "step": 2**32, "direction": 2**16}
-
-
-def check_number(name: str, value: int) -> None:
-    """Refuses a seed, step or direction that the counter of the generator has no room for."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < LIMITS[name]:
-        raise InvalidArgumentError(f"{name} must be an integer from 0 to {LIMITS[name] - 1}, not {value!r}")
+from forwardtune.noise.distributions import Distribution
+from forwardtune.noise.walker import Walker
 
 
 class Field:
@@ -57,41 +43,35 @@ class Field:
         distribution: Distribution = "rademacher",
         backend: str = "auto",
     ) -> None:
-        check_number("seed", seed)
-        if distribution not in DISTRIBUTIONS:
-            raise InvalidArgumentError(
-                f"unknown distribution {distribution!r}; choose one of {', '.join(DISTRIBUTIONS)}"
-            )
         self.seed, self.distribution, self.backend = seed, distribution, backend
         members = [list(group) for group in groups]
         self.groups = len(members)
         self._tensors = [(g, tensor) for g, group in enumerate(members) for tensor in group]
-        self._lengths: dict[tuple[int, int], float] = {}
         self._plan()
 
     def _plan(self) -> None:
         for number, (_, tensor) in enumerate(self._tensors):
             check_tensor(tensor, f"parameter {number}")
         slots = _distinct(self._tensors)
-        self._lengths.clear()
-        self._sizes = [(slot.parameter, slot.tensor.numel()) for slot in slots]
+        self._walker = Walker(slots, self.groups, seed=self.seed, distribution=self.distribution, backend=self.backend)
+        self.dimension = self._walker.dimension
         self._moving = [slot.tensor for slot in slots if not slot.tensor.is_inference()]
         self.devices = {slot.tensor.device for slot in slots}
         self.storages = frozenset(slot.tensor.untyped_storage().data_ptr() for slot in slots)
-        self.dimension = sum(slot.tensor.numel() for slot in slots)
         coarsest = max((torch.finfo(slot.tensor.dtype).eps for slot in slots), default=1.0)
         self.reach = 1 / math.sqrt(coarsest)
-        by_kind: dict[type[Backend], list[Slot]] = {}
-        for slot in slots:
-            by_kind.setdefault(choose(self.backend, slot.tensor.device), []).append(slot)
-        self._backends = [kind(members) for kind, members in by_kind.items()]
         self._addresses = [tensor.data_ptr() for _, tensor in self._tensors]
         self._layout = [_layout(tensor) for _, tensor in self._tensors]
 
     @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The tensors that move, each with its number and group; another tuple whenever any of that has changed."""
+        return self._walker.slots
+
+    @property
     def backends(self) -> str:
         """The backends that move the tensors, by name."""
-        return "+".join(backend.name for backend in self._backends)
+        return "+".join(backend.name for backend in self._walker.backends)
 
     def refresh(self) -> None:
         """Notices tensors whose memory, dtype or layout has changed."""
@@ -112,44 +92,15 @@ class Field:
 
     def walk(self, step: int, terms: Sequence[Term]) -> None:
         """Moves all tensors along directions of a step, in one pass; see :class:`Term`, and `touch` afterwards."""
-        check_number("step", step)
-        for term in terms:
-            check_number("direction", term.direction)
-            if not len(term.back) == len(term.forth) == self.groups:
-                raise InvalidArgumentError(f"a term needs one offset for each of {self.groups} groups")
         if self._addresses != [tensor.data_ptr() for _, tensor in self._tensors]:
             self._plan()
-        key = Key(self.seed, step, self.distribution)
-        if self.distribution == "sphere":
-            terms = [self._scaled(term, self._length(key, term.direction)) for term in terms]
-        if terms:
-            for backend in self._backends:
-                backend.walk(key, terms)
-
-    @staticmethod
-    def _scaled(term: Term, factor: float) -> Term:
-        return Term(term.direction, [t * factor for t in term.back], [t * factor for t in term.forth])
-
-    def _length(self, key: Key, direction: int) -> float:
-        """What the normal vector is multiplied by to lie on the sphere; kept for the step under way."""
-        if any(step != key.step for step, _ in self._lengths):
-            self._lengths.clear()
-        if (key.step, direction) not in self._lengths:
-            self._lengths[key.step, direction] = sphere_scale(self.dimension, self._squared_length(key, direction))
-        return self._lengths[key.step, direction]
-
-    def _squared_length(self, key: Key, direction: int) -> float:
-        if self.dimension >= EXACT_LENGTH_BELOW:
-            return sum(backend.squares(key, direction) for backend in self._backends) / FIXED_POINT
-        cpu = torch.device("cpu")
-        noise = [reference.values(key, direction, number, 0, size, cpu) for number, size in self._sizes]
-        return math.fsum(torch.cat(noise).to(torch.float64).square().tolist())
+        self._walker.walk(step, terms)
 
     def values(self, step: int, direction: int, parameter: int, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop` of the direction in one parameter, as float64 on the CPU."""
         key = Key(self.seed, step, self.distribution)
         noise = reference.values(key, direction, parameter, start, stop, torch.device("cpu")).to(torch.float64)
-        return noise * self._length(key, direction) if self.distribution == "sphere" else noise
+        return noise * self._walker.length(step, direction) if self.distribution == "sphere" else noise
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:

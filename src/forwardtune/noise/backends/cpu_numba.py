@@ -2,7 +2,8 @@
 
 One call moves the whole model: a plan lists chunks of tensors (address, dtype, place in the noise), threads share the
 chunks, and each chunk is walked in blocks of 512 elements: words of Philox, floats of noise, sums, all in L1. A chunk
-stays in L2 while all terms are added to it, so several directions cost one pass over memory.
+stays in L2 while all terms are added to it, so several directions cost one pass over memory. A chain of many steps goes
+further: a tile that fits L1 walks all of them before the next tile is touched.
 
 Threads come from an ordinary pool, the kernel runs without the interpreter's lock: no threading layer that
 cannot be forked or entered twice, and a thread count that can change from call to call and never changes a result.
@@ -22,248 +23,58 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, njit, types
-from numba.extending import intrinsic
+from numba import carray
 
 from forwardtune.errors import BackendError
 from forwardtune.noise import distributions as D
-from forwardtune.noise import philox as P
 from forwardtune.noise.backends import reference
-from forwardtune.noise.backends.interface import Key, Slot, Term
+from forwardtune.noise.backends.interface import Key, Slot, Term, Walk
+from forwardtune.noise.backends.numba_pieces import (
+    F32,
+    KINDS,
+    RADEMACHER,
+    add,
+    add_five_f32,
+    add_five_rademacher,
+    add_rademacher,
+    add_twice_f32,
+    exchange,
+    f32,
+    f64,
+    fill,
+    i32,
+    i64,
+    jit,
+    normal,
+    philox,
+    pointer,
+    round_keys,
+    u32,
+    u64,
+)
 from forwardtune.noise.backends.plan import DTYPES, Plan
-
-u16, u32, u64, i32, i64 = np.uint16, np.uint32, np.uint64, np.int32, np.int64
-f32, f64 = np.float32, np.float64
-
-F32, F64, BF16, F16 = range(len(DTYPES))
-RADEMACHER, UNIFORM, NORMAL = range(3)
-KINDS = {"rademacher": RADEMACHER, "uniform": UNIFORM, "normal": NORMAL, "sphere": NORMAL}
 
 CHUNK = 8 * D.RADEMACHER_TILE
 """Elements that one thread moves at a time; 256 KiB of float32."""
 PARALLEL_FROM = 4 * CHUNK
 """Models below this many elements are moved by the calling thread alone: waking others costs more."""
-
-_jit: Callable[[Any], Any] = njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")
-
-
-@intrinsic
-def _pointer(typing_context: Any, address: Any, scalar: Any) -> Any:
-    """An integer address as a pointer to the given scalar type."""
-    signature = types.CPointer(scalar.instance_type)(address, scalar)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return signature, generate
+FUSED = 5
+"""Sums that a chain makes in a register: a two-point step goes forth, back and forth, back and forth."""
 
 
-# Philox in 64-bit lanes: only the low half of a lane counts, so that a round is two multiplications,
-# two shifts and two exclusive ors, and nothing is packed or masked before the end.
-_LANES, _WORDS, _LOW, _32 = u64(D.LANES), u64(D.TILE_WORDS), u64(P.MASK), u64(32)
-_M0, _M1 = (u64(m) for m in P.MULTIPLIERS)
-
-
-@_jit
-def _philox(words, block, direction, parameter, step, keys):
-    c1 = direction | (block >> _32) << u64(16)
-    for lane in range(_LANES):
-        x0, x1, x2, x3 = block + lane, c1, parameter, step
-        for r in range(P.ROUNDS):
-            p0, p1 = (x0 & _LOW) * _M0, (x2 & _LOW) * _M1
-            x0, x1, x2, x3 = (p1 >> _32) ^ x1 ^ keys[r, 0], p1, (p0 >> _32) ^ x3 ^ keys[r, 1], p0
-        words[lane] = u32(x0)
-        words[lane + _LANES] = u32(x1)
-        words[lane + u64(2) * _LANES] = u32(x2)
-        words[lane + u64(3) * _LANES] = u32(x3)
-
-
-@cache
-def _round_keys(seed: int) -> Any:
-    """The keys of all rounds, as Philox raises them from the seed."""
-    k0, k1 = Key(seed, 0, "rademacher").seed_words
-    raised = [((k0 + r * P.WEYL[0]) & P.MASK, (k1 + r * P.WEYL[1]) & P.MASK) for r in range(P.ROUNDS)]
-    return np.array(raised, u64)
-
-
-@_jit
-def _signs(noise, word):
-    for j in range(u64(noise.size)):  # a count that the compiler knows would be unrolled, not vectorised
-        noise[j] = u32(u32(0x3F800000) | u32(u32(word << u32(u32(31) - u32(j))) & u32(0x80000000))).view(f32)
-
-
-@_jit
-def _rademacher(noise, words):
-    for k in range(D.BLOCK // 32):
-        _signs(noise[32 * k : 32 * k + 32], words[k])
-
-
-@_jit
-def _add_signs(x, word, scale):
-    for j in range(_32):
-        x[j] += u32(scale ^ u32(u32(word << u32(u32(31) - u32(j))) & u32(0x80000000))).view(f32)
-
-
-@_jit
-def _add_rademacher(x, words, scale):
-    """The signs of a whole block go straight into float32 sums: the noise itself is never written."""
-    for k in range(D.BLOCK // 32):
-        _add_signs(x[32 * k : 32 * k + 32], words[k], f32(scale).view(u32))
-
-
-_UNIFORM_SCALE = f32(D.UNIFORM_SCALE)
-
-
-@_jit
-def _uniform(noise, words):
-    for j in range(_WORDS):
-        word = words[j]
-        noise[j] = f32(i32(i32(u32(word << u32(16))) >> i32(15)) | i32(1)) * _UNIFORM_SCALE
-        noise[j + _WORDS] = f32(i32(i32(word) >> i32(15)) | i32(1)) * _UNIFORM_SCALE
-
-
-_L0, _L1, _L2, _L3, _L4, _L5, _L6 = (f32(c) for c in D.LOG)
-_S0, _S1, _S2, _S3 = (f32(c) for c in D.SIN)
-_C0, _C1, _C2, _C3 = (f32(c) for c in D.COS)
-_LN2, _ONE, _MINUS_TWO, _ANGLE, _HALF_BITS = f32(D.LN2), f32(1), f32(-2), f32(2.0**-15), i32(D.SQRT_HALF_BITS)
-
-
-@_jit
-def _normal(noise, words):
-    for j in range(_WORDS):
-        word = words[j]
-        bits = i32(f32(i32(u32(word >> u32(1)) | u32(1))).view(i32) - _HALF_BITS)
-        exponent = f32(i32(bits >> i32(23)) - i32(31))
-        f = i32(i32(bits & i32(0x7FFFFF)) + _HALF_BITS).view(f32) - _ONE
-        log = f * ((((((_L6 * f + _L5) * f + _L4) * f + _L3) * f + _L2) * f + _L1) * f + _L0)
-        radius = np.sqrt((exponent * _LN2 + log) * _MINUS_TWO)
-
-        x = f32(i32(u32(u32(word >> u32(1)) & u32(0x7FFE)) + u32(1))) * _ANGLE
-        y = x * x
-        cosine = (_ONE - y) * (((_C3 * y + _C2) * y + _C1) * y + _C0)
-        sine = x * (((_S3 * y + _S2) * y + _S1) * y + _S0)
-        noise[j] = (-radius if word & u32(1) else radius) * cosine
-        noise[j + _WORDS] = (-radius if word & u32(2) else radius) * sine
-
-
-@_jit
-def _fill(noise, words, kind):
-    if kind == RADEMACHER:
-        _rademacher(noise, words)
-    elif kind == UNIFORM:
-        _uniform(noise, words)
-    else:
-        _normal(noise, words)
-
-
-@_jit
-def _add_f32(x, noise, scale):
-    for j in range(u64(x.size)):
-        x[j] += noise[j] * scale
-
-
-@_jit
-def _add_twice_f32(x, noise, first, second):
-    for j in range(u64(x.size)):
-        x[j] = (x[j] + noise[j] * first) + noise[j] * second
-
-
-@_jit
-def _add_f64(x, noise, scale):
-    for j in range(u64(x.size)):
-        x[j] += f64(noise[j]) * scale
-
-
-@_jit
-def _add_bf16(x, noise, scale):
-    for j in range(u64(x.size)):
-        total = u32(u32(x[j]) << u32(16)).view(f32) + noise[j] * scale
-        bits = f32(total).view(u32)
-        even = u32(bits + u32(0x7FFF) + u32(u32(bits >> u32(16)) & u32(1)))
-        x[j] = u16(u32(even >> u32(16))) if total == total else u16(0x7FC0)
-
-
-@_jit
-def _add_f16(x, noise, scale):
-    for j in range(u64(x.size)):
-        half = u32(x[j])
-        # to float32: shift into place and let a multiplication mend the exponent, also of subnormals
-        magnitude = f32(u32(u32(half & u32(0x7FFF)) << u32(13)).view(f32) * f32(2.0**112))
-        full = u32(f32(magnitude).view(u32) | u32(u32(half & u32(0x8000)) << u32(16)))
-        if u32(half & u32(0x7C00)) == u32(0x7C00):
-            full = u32(full | u32(0x7F800000))
-        total = u32(full).view(f32) + noise[j] * scale
-        # and back, to nearest even: normal numbers by integer rounding, subnormal ones by adding one half
-        bits = f32(total).view(u32)
-        sign = u32(u32(bits & u32(0x80000000)) >> u32(16))
-        bits = u32(bits & u32(0x7FFFFFFF))
-        rounded = u32(u32(bits + u32(0xC8000FFF) + u32(u32(bits >> u32(13)) & u32(1))) >> u32(13))
-        tiny = u32(f32(f32(u32(bits).view(f32) + f32(0.5))).view(u32) - u32(0x3F000000))
-        result = tiny if bits < u32(0x38800000) else rounded
-        result = u32(0x7C00) if bits >= u32(0x47800000) else result
-        result = u32(0x7E00) if bits > u32(0x7F800000) else result
-        x[j] = u16(u32(result | sign))
-
-
-@_jit
-def _add(address, dtype, count, noise, scale):
-    if dtype == F32:
-        _add_f32(carray(_pointer(address, f32), (count,)), noise, f32(scale))
-    elif dtype == F64:
-        _add_f64(carray(_pointer(address, f64), (count,)), noise, scale)
-    elif dtype == BF16:
-        _add_bf16(carray(_pointer(address, u16), (count,)), noise, f32(scale))
-    else:
-        _add_f16(carray(_pointer(address, u16), (count,)), noise, f32(scale))
-
-
-@_jit
-def _copy(target, source, dtype):
-    if dtype == F64:
-        carray(_pointer(target, f64), (1,))[0] = carray(_pointer(source, f64), (1,))[0]
-    elif dtype == F32:
-        carray(_pointer(target, f32), (1,))[0] = carray(_pointer(source, f32), (1,))[0]
-    else:
-        carray(_pointer(target, u16), (1,))[0] = carray(_pointer(source, u16), (1,))[0]
-
-
-@_jit
-def _exchange(address, packed, dtype, count, start, shape, strides, out):
-    """Elements `start` onwards of a strided tensor, copied to packed memory or (`out`) back."""
-    size = i64(8) if dtype == F64 else i64(4) if dtype == F32 else i64(2)
-    position = np.empty(shape.size, i64)
-    place, rest = address, start
-    for axis in range(shape.size - 1, -1, -1):
-        position[axis] = rest % shape[axis]
-        rest //= shape[axis]
-        place += position[axis] * strides[axis]
-    for j in range(count):
-        if out:
-            _copy(place, packed + j * size, dtype)
-        else:
-            _copy(packed + j * size, place, dtype)
-        for axis in range(shape.size - 1, -1, -1):
-            place += strides[axis]
-            position[axis] += 1
-            if position[axis] < shape[axis]:
-                break
-            place -= position[axis] * strides[axis]
-            position[axis] = 0
-
-
-@_jit
+@jit
 def _walk(address, dtype, count, noise, back, forth):
     """Both sums of a term, on a stretch that stays in the cache."""
     if dtype == F32 and back != 0.0 and forth != 0.0:
-        _add_twice_f32(carray(_pointer(address, f32), (count,)), noise, f32(-back), f32(forth))
+        add_twice_f32(carray(pointer(address, f32), (count,)), noise, f32(-back), f32(forth))
         return
     if back != 0.0:
-        _add(address, dtype, count, noise, -back)
+        add(address, dtype, count, noise, -back)
     if forth != 0.0:
-        _add(address, dtype, count, noise, forth)
+        add(address, dtype, count, noise, forth)
 
 
-@_jit
+@jit
 def _move(chunks, shapes, strides, first, last, kind, step, keys, directions, offsets):
     """Walks every term in chunks `first` to `last` of the plan; `offsets` has one (back, forth) a term and group."""
     tile = np.empty(D.TILE_WORDS, u32)
@@ -281,26 +92,93 @@ def _move(chunks, shapes, strides, first, last, kind, step, keys, directions, of
                 number = (start + low) // D.BLOCK * words_a_block
                 at = number % D.TILE_WORDS
                 if at == 0:
-                    _philox(tile, u64(number // 4), directions[term], u64(parameter), step, keys)
+                    philox(tile, u64(number // 4), directions[term], u64(parameter), step, keys)
                 words = tile[at : at + words_a_block]
                 if kind == RADEMACHER and dtype == F32 and n == D.BLOCK and layout < 0:
-                    x = carray(_pointer(address + low * size, f32), (n,))
+                    x = carray(pointer(address + low * size, f32), (n,))
                     if back != 0.0:
-                        _add_rademacher(x, words, -back)
+                        add_rademacher(x, words, -back)
                     if forth != 0.0:
-                        _add_rademacher(x, words, forth)
+                        add_rademacher(x, words, forth)
                     continue
-                _fill(noise, words, kind)
+                fill(noise, words, kind)
                 if layout < 0:
                     _walk(address + low * size, dtype, n, noise, back, forth)
                 else:
                     shape, stride = shapes[layout], strides[layout]
-                    _exchange(address, packed.ctypes.data, dtype, n, start + low, shape, stride, False)
+                    exchange(address, packed.ctypes.data, dtype, n, start + low, shape, stride, False)
                     _walk(packed.ctypes.data, dtype, n, noise, back, forth)
-                    _exchange(address, packed.ctypes.data, dtype, n, start + low, shape, stride, True)
+                    exchange(address, packed.ctypes.data, dtype, n, start + low, shape, stride, True)
 
 
-@_jit
+@jit
+def _add_all(address, dtype, count, noise, offsets, sums):
+    """The sums of a chain's row, on a stretch that stays in the cache."""
+    if dtype == F32 and sums == FUSED:
+        x = carray(pointer(address, f32), (count,))
+        c0, c1, c2, c3, c4 = f32(offsets[0]), f32(offsets[1]), f32(offsets[2]), f32(offsets[3]), f32(offsets[4])
+        add_five_f32(x, noise, c0, c1, c2, c3, c4)
+        return
+    for i in range(sums):
+        add(address, dtype, count, noise, offsets[i])
+
+
+@jit
+def _chain(chunks, shapes, strides, first, last, kind, keys, steps, directions, offsets, sums):
+    """Walks all rows in one tile after the other. A row is a direction of a step; each group makes its `sums` of it."""
+    words = np.empty(D.TILE_WORDS, u32)
+    noise = np.empty(D.BLOCK, f32)
+    packed = np.empty(D.RADEMACHER_TILE, f64)
+    tile = D.RADEMACHER_TILE if kind == RADEMACHER else D.BLOCK
+    words_a_block = D.BLOCK // 32 if kind == RADEMACHER else D.TILE_WORDS
+    for c in range(first, last):
+        address, count, start, parameter, group, dtype, size, layout = chunks[c]
+        for low in range(0, count, tile):
+            n = min(tile, count - low)
+            place = i64(address + low * size)
+            if layout >= 0:
+                place = i64(packed.ctypes.data)
+                exchange(address, place, dtype, n, start + low, shapes[layout], strides[layout], False)
+            for row in range(steps.size):
+                if sums[row, group] == 0:
+                    continue
+                philox(words, u64((start + low) // tile * D.LANES), directions[row], u64(parameter), steps[row], keys)
+                at = 0
+                if kind == RADEMACHER and dtype == F32:
+                    at = n // 32 * 32
+                    for i in range(0, sums[row, group], FUSED):
+                        add_five_rademacher(u64(place), words[: n // 32], offsets[row, group, i : i + FUSED])
+                while at < n:
+                    block, within = at // D.BLOCK, at % D.BLOCK
+                    m = min(D.BLOCK - within, n - at)
+                    fill(noise, words[block * words_a_block : (block + 1) * words_a_block], kind)
+                    rest = noise[within : within + m]
+                    _add_all(place + at * size, dtype, m, rest, offsets[row, group], sums[row, group])
+                    at += m
+            if layout >= 0:
+                exchange(address, place, dtype, n, start + low, shapes[layout], strides[layout], True)
+
+
+def _rows(walks: Sequence[Walk]) -> tuple[Any, ...]:
+    """Steps, directions, sums of each group and their number, terms of one direction in a row being one row."""
+    keys: list[tuple[int, int]] = []
+    rows: list[list[list[float]]] = []
+    for key, terms in walks:
+        for term in terms:
+            if not keys or keys[-1] != (key.step, term.direction):
+                keys.append((key.step, term.direction))
+                rows.append([[] for _ in term.back])
+            for group, back, forth in zip(rows[-1], term.back, term.forth, strict=True):
+                if back != forth:
+                    group += [offset for offset in (-back, forth) if offset]
+    sums = np.array([[len(group) for group in row] for row in rows], i64)
+    width = -(-int(sums.max()) // FUSED) * FUSED
+    offsets = np.array([[group + [-0.0] * (width - len(group)) for group in row] for row in rows], f64)
+    steps, directions = np.array(keys, u64).T.copy()
+    return steps, directions, offsets, sums
+
+
+@jit
 def _square_sum(noise):
     total = i32(0)
     for j in range(u64(noise.size)):
@@ -308,7 +186,7 @@ def _square_sum(noise):
     return total
 
 
-@_jit
+@jit
 def _squares(chunks, first, last, step, keys, direction):
     words = np.empty(D.TILE_WORDS, u32)
     noise = np.empty(D.BLOCK, f32)
@@ -317,8 +195,8 @@ def _squares(chunks, first, last, step, keys, direction):
         count, start, parameter = chunks[c, 1], chunks[c, 2], chunks[c, 3]
         for low in range(0, count, D.BLOCK):
             tile = (start + low) // D.BLOCK
-            _philox(words, u64(tile * D.LANES), direction, u64(parameter), step, keys)
-            _normal(noise, words)
+            philox(words, u64(tile * D.LANES), direction, u64(parameter), step, keys)
+            normal(noise, words)
             total += i64(_square_sum(noise[: min(D.BLOCK, count - low)]))
     return total
 
@@ -339,6 +217,7 @@ def _self_test() -> None:
         key = Key(1, 2, name)
         for backend in (fast, slow):
             backend.walk(key, [Term(3, [0.1], [0.2])])
+            backend.chain([(key, [Term(1, [0.0], [0.1]), Term(1, [0.1], [0.3]), Term(1, [0.3], [0.2])])])
         same = fast.squares(key, 3) == slow.squares(key, 3) if name == "sphere" else True
         if not same or not all(map(torch.equal, ours, theirs)):
             raise BackendError(
@@ -364,20 +243,28 @@ class CpuNumba:
     def walk(self, key: Key, terms: Sequence[Term]) -> None:
         directions = np.array([term.direction for term in terms], u64)
         offsets = np.array([(term.back, term.forth) for term in terms], f64)
-        kind, step, keys = KINDS[key.distribution], u64(key.step), _round_keys(key.seed)
+        kind, step, keys = KINDS[key.distribution], u64(key.step), round_keys(key.seed)
         p = self.plan
         self._share(
             lambda first, last: _move(p.chunks, p.shapes, p.strides, first, last, kind, step, keys, directions, offsets)
         )
 
+    def chain(self, walks: Sequence[Walk]) -> None:
+        rows = _rows(walks)
+        key, p = walks[0][0], self.plan
+        kind, keys = KINDS[key.distribution], round_keys(key.seed)
+        self._share(
+            lambda first, last: _chain(p.chunks, p.shapes, p.strides, first, last, kind, keys, *rows), len(rows[0])
+        )
+
     def squares(self, key: Key, direction: int) -> int:
-        step, keys, number = u64(key.step), _round_keys(key.seed), u64(direction)
+        step, keys, number = u64(key.step), round_keys(key.seed), u64(direction)
         return sum(self._share(lambda first, last: _squares(self.plan.chunks, first, last, step, keys, number)))
 
-    def _share(self, work: Callable[[int, int], Any]) -> list[Any]:
+    def _share(self, work: Callable[[int, int], Any], passes: int = 1) -> list[Any]:
         """Runs `work` over ranges of the chunks; of many, several a thread, so that a slow one holds nobody up."""
         n, threads = len(self.plan.chunks), torch.get_num_threads()
-        if threads == 1 or self.plan.elements < PARALLEL_FROM:
+        if threads == 1 or self.plan.elements * passes < PARALLEL_FROM:
             return [work(0, n)]
         parts = max(threads, min(8 * threads, n // 16))
         bounds = [n * i // parts for i in range(parts + 1)]

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from forwardtune.noise import distributions as D
-from forwardtune.noise.backends.interface import Key, Slot, Term
+from forwardtune.noise.backends.interface import Key, Slot, Term, Walk
 from forwardtune.noise.backends.plan import Plan
 
 RADEMACHER, UNIFORM, NORMAL = (tl.constexpr(kind) for kind in range(3))
@@ -193,6 +193,10 @@ class CudaTriton:
         offsets = torch.tensor([(tuple(term.back), tuple(term.forth)) for term in terms], dtype=torch.float64)
         for launch in self.launches:
             launch.move(key, directions, offsets)
+
+    def chain(self, walks: Sequence[Walk]) -> None:
+        for key, terms in walks:
+            self.walk(key, terms)
 
     def squares(self, key: Key, direction: int) -> int:
         return sum(launch.squares(key, direction) for launch in self.launches)

@@ -45,6 +45,9 @@ class Term(NamedTuple):
     forth: Sequence[float]
 
 
+Walk = tuple[Key, Sequence[Term]]
+
+
 class Backend(Protocol):
     """Noise for a fixed list of slots."""
 
@@ -61,6 +64,9 @@ class Backend(Protocol):
 
         An offset of zero is left out, and so is the whole term where `back` equals `forth`.
         """
+
+    def chain(self, walks: Sequence[Walk]) -> None:
+        """What `walk` does, for one step after the other; all have one seed and distribution."""
 
     def squares(self, key: Key, direction: int) -> int:
         """The squared length of the direction's normal vector over all slots, in fixed point."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forwardtune.noise import distributions as D
-from forwardtune.noise.backends.interface import Key, Slot, Term
+from forwardtune.noise.backends.interface import Key, Slot, Term, Walk
 from forwardtune.noise.philox import MASK, philox
 
 CHUNK = 1 << 18
@@ -123,6 +123,10 @@ class Reference:
                         if offset:
                             scale = torch.tensor(offset, dtype=compute, device=piece.device)
                             piece.copy_(piece.to(compute) + noise * scale)
+
+    def chain(self, walks: Sequence[Walk]) -> None:
+        for key, terms in walks:
+            self.walk(key, terms)
 
     def squares(self, key: Key, direction: int) -> int:
         total = 0

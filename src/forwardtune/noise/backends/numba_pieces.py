@@ -1,0 +1,263 @@
+"""The compiled pieces of the CPU backend: words of Philox, floats of noise, rounded sums, strided copies.
+
+Each handles at most a block of 512 elements in L1; `cpu_numba` strings them together.
+"""
+
+# Compiled functions have no annotations, and numba's own are incomplete.
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="attr-defined,call-arg"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+from forwardtune.noise import distributions as D
+from forwardtune.noise import philox as P
+from forwardtune.noise.backends.interface import Key
+from forwardtune.noise.backends.plan import DTYPES
+
+u16, u32, u64, i32, i64 = np.uint16, np.uint32, np.uint64, np.int32, np.int64
+f32, f64 = np.float32, np.float64
+
+F32, F64, BF16, F16 = range(len(DTYPES))
+RADEMACHER, UNIFORM, NORMAL = range(3)
+KINDS = {"rademacher": RADEMACHER, "uniform": UNIFORM, "normal": NORMAL, "sphere": NORMAL}
+
+jit: Callable[[Any], Any] = njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")
+
+
+@intrinsic
+def pointer(typing_context: Any, address: Any, scalar: Any) -> Any:
+    """An integer address as a pointer to the given scalar type."""
+    signature = types.CPointer(scalar.instance_type)(address, scalar)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return signature, generate
+
+
+# Philox in 64-bit lanes: only the low half of a lane counts, so that a round is two multiplications,
+# two shifts and two exclusive ors, and nothing is packed or masked before the end.
+_LANES, _WORDS, _LOW, _32 = u64(D.LANES), u64(D.TILE_WORDS), u64(P.MASK), u64(32)
+_M0, _M1 = (u64(m) for m in P.MULTIPLIERS)
+
+
+@jit
+def philox(words, block, direction, parameter, step, keys):
+    c1 = direction | (block >> _32) << u64(16)
+    for lane in range(_LANES):
+        x0, x1, x2, x3 = block + lane, c1, parameter, step
+        for r in range(P.ROUNDS):
+            p0, p1 = (x0 & _LOW) * _M0, (x2 & _LOW) * _M1
+            x0, x1, x2, x3 = (p1 >> _32) ^ x1 ^ keys[r, 0], p1, (p0 >> _32) ^ x3 ^ keys[r, 1], p0
+        words[lane] = u32(x0)
+        words[lane + _LANES] = u32(x1)
+        words[lane + u64(2) * _LANES] = u32(x2)
+        words[lane + u64(3) * _LANES] = u32(x3)
+
+
+@cache
+def round_keys(seed: int) -> Any:
+    """The keys of all rounds, as Philox raises them from the seed."""
+    k0, k1 = Key(seed, 0, "rademacher").seed_words
+    raised = [((k0 + r * P.WEYL[0]) & P.MASK, (k1 + r * P.WEYL[1]) & P.MASK) for r in range(P.ROUNDS)]
+    return np.array(raised, u64)
+
+
+@jit
+def signs(noise, word):
+    for j in range(u64(noise.size)):  # a count that the compiler knows would be unrolled, not vectorised
+        noise[j] = u32(u32(0x3F800000) | u32(u32(word << u32(u32(31) - u32(j))) & u32(0x80000000))).view(f32)
+
+
+@jit
+def rademacher(noise, words):
+    for k in range(D.BLOCK // 32):
+        signs(noise[32 * k : 32 * k + 32], words[k])
+
+
+@jit
+def add_signs(x, word, scale):
+    for j in range(_32):
+        x[j] += u32(scale ^ u32(u32(word << u32(u32(31) - u32(j))) & u32(0x80000000))).view(f32)
+
+
+@jit
+def add_rademacher(x, words, scale):
+    """The signs of a whole block go straight into float32 sums: the noise itself is never written."""
+    for k in range(D.BLOCK // 32):
+        add_signs(x[32 * k : 32 * k + 32], words[k], f32(scale).view(u32))
+
+
+@jit
+def _add_five_signs(address, word, c0, c1, c2, c3, c4):
+    x = carray(pointer(address, f32), (32,))
+    for j in range(_32):
+        sign = u32(u32(word << u32(u32(31) - u32(j))) & u32(0x80000000))
+        y = u32(f32(x[j]).view(u32) ^ sign).view(f32)
+        x[j] = u32(f32(((((y + c0) + c1) + c2) + c3) + c4).view(u32) ^ sign).view(f32)
+
+
+@jit
+def add_five_rademacher(address, words, offsets):
+    """Five sums one after the other in a register, for 32 elements a word.
+
+    Rounding is symmetric, so instead of every offset the weight gets the sign, and afterwards loses it again. Offsets
+    of -0.0 change nothing, not even the sign of a zero.
+    """
+    c0, c1, c2, c3, c4 = f32(offsets[0]), f32(offsets[1]), f32(offsets[2]), f32(offsets[3]), f32(offsets[4])
+    for k in range(u64(words.size)):
+        _add_five_signs(address + u64(128) * k, words[k], c0, c1, c2, c3, c4)
+
+
+_UNIFORM_SCALE = f32(D.UNIFORM_SCALE)
+
+
+@jit
+def uniform(noise, words):
+    for j in range(_WORDS):
+        word = words[j]
+        noise[j] = f32(i32(i32(u32(word << u32(16))) >> i32(15)) | i32(1)) * _UNIFORM_SCALE
+        noise[j + _WORDS] = f32(i32(i32(word) >> i32(15)) | i32(1)) * _UNIFORM_SCALE
+
+
+_L0, _L1, _L2, _L3, _L4, _L5, _L6 = (f32(c) for c in D.LOG)
+_S0, _S1, _S2, _S3 = (f32(c) for c in D.SIN)
+_C0, _C1, _C2, _C3 = (f32(c) for c in D.COS)
+_LN2, _ONE, _MINUS_TWO, _ANGLE, _HALF_BITS = f32(D.LN2), f32(1), f32(-2), f32(2.0**-15), i32(D.SQRT_HALF_BITS)
+
+
+@jit
+def normal(noise, words):
+    for j in range(_WORDS):
+        word = words[j]
+        bits = i32(f32(i32(u32(word >> u32(1)) | u32(1))).view(i32) - _HALF_BITS)
+        exponent = f32(i32(bits >> i32(23)) - i32(31))
+        f = i32(i32(bits & i32(0x7FFFFF)) + _HALF_BITS).view(f32) - _ONE
+        log = f * ((((((_L6 * f + _L5) * f + _L4) * f + _L3) * f + _L2) * f + _L1) * f + _L0)
+        radius = np.sqrt((exponent * _LN2 + log) * _MINUS_TWO)
+
+        x = f32(i32(u32(u32(word >> u32(1)) & u32(0x7FFE)) + u32(1))) * _ANGLE
+        y = x * x
+        cosine = (_ONE - y) * (((_C3 * y + _C2) * y + _C1) * y + _C0)
+        sine = x * (((_S3 * y + _S2) * y + _S1) * y + _S0)
+        noise[j] = (-radius if word & u32(1) else radius) * cosine
+        noise[j + _WORDS] = (-radius if word & u32(2) else radius) * sine
+
+
+@jit
+def fill(noise, words, kind):
+    if kind == RADEMACHER:
+        rademacher(noise, words)
+    elif kind == UNIFORM:
+        uniform(noise, words)
+    else:
+        normal(noise, words)
+
+
+@jit
+def add_f32(x, noise, scale):
+    for j in range(u64(x.size)):
+        x[j] += noise[j] * scale
+
+
+@jit
+def add_twice_f32(x, noise, first, second):
+    for j in range(u64(x.size)):
+        x[j] = (x[j] + noise[j] * first) + noise[j] * second
+
+
+@jit
+def add_five_f32(x, noise, c0, c1, c2, c3, c4):
+    for j in range(u64(x.size)):
+        s = noise[j]
+        x[j] = ((((x[j] + s * c0) + s * c1) + s * c2) + s * c3) + s * c4
+
+
+@jit
+def add_f64(x, noise, scale):
+    for j in range(u64(x.size)):
+        x[j] += f64(noise[j]) * scale
+
+
+@jit
+def add_bf16(x, noise, scale):
+    for j in range(u64(x.size)):
+        total = u32(u32(x[j]) << u32(16)).view(f32) + noise[j] * scale
+        bits = f32(total).view(u32)
+        even = u32(bits + u32(0x7FFF) + u32(u32(bits >> u32(16)) & u32(1)))
+        x[j] = u16(u32(even >> u32(16))) if total == total else u16(0x7FC0)
+
+
+@jit
+def add_f16(x, noise, scale):
+    for j in range(u64(x.size)):
+        half = u32(x[j])
+        # to float32: shift into place and let a multiplication mend the exponent, also of subnormals
+        magnitude = f32(u32(u32(half & u32(0x7FFF)) << u32(13)).view(f32) * f32(2.0**112))
+        full = u32(f32(magnitude).view(u32) | u32(u32(half & u32(0x8000)) << u32(16)))
+        if u32(half & u32(0x7C00)) == u32(0x7C00):
+            full = u32(full | u32(0x7F800000))
+        total = u32(full).view(f32) + noise[j] * scale
+        # and back, to nearest even: normal numbers by integer rounding, subnormal ones by adding one half
+        bits = f32(total).view(u32)
+        sign = u32(u32(bits & u32(0x80000000)) >> u32(16))
+        bits = u32(bits & u32(0x7FFFFFFF))
+        rounded = u32(u32(bits + u32(0xC8000FFF) + u32(u32(bits >> u32(13)) & u32(1))) >> u32(13))
+        tiny = u32(f32(f32(u32(bits).view(f32) + f32(0.5))).view(u32) - u32(0x3F000000))
+        result = tiny if bits < u32(0x38800000) else rounded
+        result = u32(0x7C00) if bits >= u32(0x47800000) else result
+        result = u32(0x7E00) if bits > u32(0x7F800000) else result
+        x[j] = u16(u32(result | sign))
+
+
+@jit
+def add(address, dtype, count, noise, scale):
+    if dtype == F32:
+        add_f32(carray(pointer(address, f32), (count,)), noise, f32(scale))
+    elif dtype == F64:
+        add_f64(carray(pointer(address, f64), (count,)), noise, scale)
+    elif dtype == BF16:
+        add_bf16(carray(pointer(address, u16), (count,)), noise, f32(scale))
+    else:
+        add_f16(carray(pointer(address, u16), (count,)), noise, f32(scale))
+
+
+@jit
+def copy(target, source, dtype):
+    if dtype == F64:
+        carray(pointer(target, f64), (1,))[0] = carray(pointer(source, f64), (1,))[0]
+    elif dtype == F32:
+        carray(pointer(target, f32), (1,))[0] = carray(pointer(source, f32), (1,))[0]
+    else:
+        carray(pointer(target, u16), (1,))[0] = carray(pointer(source, u16), (1,))[0]
+
+
+@jit
+def exchange(address, packed, dtype, count, start, shape, strides, out):
+    """Elements `start` onwards of a strided tensor, copied to packed memory or (`out`) back."""
+    size = i64(8) if dtype == F64 else i64(4) if dtype == F32 else i64(2)
+    position = np.empty(shape.size, i64)
+    place, rest = address, start
+    for axis in range(shape.size - 1, -1, -1):
+        position[axis] = rest % shape[axis]
+        rest //= shape[axis]
+        place += position[axis] * strides[axis]
+    for j in range(count):
+        if out:
+            copy(place, packed + j * size, dtype)
+        else:
+            copy(packed + j * size, place, dtype)
+        for axis in range(shape.size - 1, -1, -1):
+            place += strides[axis]
+            position[axis] += 1
+            if position[axis] < shape[axis]:
+                break
+            place -= position[axis] * strides[axis]
+            position[axis] = 0
