@@ -12,7 +12,7 @@ from __future__ import annotations
 import _signal  # beneath `signal`, without its conversions to enums, which would be most of a small model's step
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +22,8 @@ HELD = (int(signal.SIGINT), int(signal.SIGTERM))
 
 Offsets = tuple[float, ...]
 """One offset for each parameter group."""
+Place = Mapping[int, Offsets]
+"""Where the weights stand along each direction; along those not named they are at zero."""
 
 
 class Line:
@@ -30,7 +32,7 @@ class Line:
     def __init__(self, field: Field, step: int, groups: int) -> None:
         self.field, self._step = field, step
         self._zero = (0.0,) * groups
-        self._at: dict[int, Offsets] = {}
+        self._at: Place = {}
         self._interrupts = _Interrupts()
 
     def __enter__(self) -> Line:
@@ -47,21 +49,32 @@ class Line:
             self.field.touch()
             self._interrupts.give_back()
 
-    def goto(self, target: Mapping[int, Offsets]) -> None:
-        """Moves to the offsets given by direction; directions that are not named are left at zero."""
-        terms = []
-        order = {**dict.fromkeys(reversed(self._at)), **target}  # what was added last is undone first
-        for direction in order:
-            back, forth = self._at.get(direction, self._zero), target.get(direction, self._zero)
-            if back != forth:
-                terms.append(Term(direction, back, forth))
+    def goto(self, target: Place, first: Callable[[], None] | None = None) -> None:
+        """Moves to the offsets given by direction; directions that are not named are left at zero.
+
+        No interrupt comes between a call of `first` and the move. If it raises, nothing moves.
+        """
+        terms, at = way(self._at, target, self._zero)
         self._interrupts.hold = True
         try:
+            if first:
+                first()
             if terms:
                 self.field.walk(self._step, terms)
-            self._at = {direction: target[direction] for direction in order if direction in target}
+            self._at = at
         finally:
             self._interrupts.release()
+
+
+def way(here: Place, there: Place, zero: Offsets) -> tuple[list[Term], Place]:
+    """The terms that lead from one place to another, and the other in the order in which it was reached."""
+    order = [*reversed(list(here)), *(direction for direction in there if direction not in here)]  # last in, first out
+    terms = []
+    for direction in order:
+        back, forth = here.get(direction, zero), there.get(direction, zero)
+        if back != forth:
+            terms.append(Term(direction, back, forth))
+    return terms, {direction: there[direction] for direction in order if direction in there}
 
 
 class _Interrupts:

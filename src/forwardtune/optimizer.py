@@ -17,9 +17,10 @@ import inspect
 import math
 import sys
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import FrameType
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch.optim import Optimizer
@@ -28,16 +29,27 @@ from typing_extensions import Unpack
 from forwardtune.arguments import Params, as_groups, check_integer, is_number, plain, tensors_of
 from forwardtune.buffers import Modules
 from forwardtune.errors import InvalidArgumentError, NonFiniteLossError
-from forwardtune.line import Line
+from forwardtune.line import Line, Offsets
 from forwardtune.noise import NOISE_VERSION, Distribution, Field
 from forwardtune.noise.field import check_tensor
 from forwardtune.noise.walker import check_number
 from forwardtune.objective import Closure, Objective
-from forwardtune.record import LineRecord, Stand, StepRecord
+from forwardtune.record import LineRecord, StepRecord
+from forwardtune.search import Memory, Search, walk
 
-Search = Generator[float, float, Stand]
-Memory = dict[str, Any]
-"""What a group's search remembers from step to step: plain, immutable values."""
+
+class Recorder(Protocol):
+    """Is told of every step of one optimizer, as :class:`forwardtune.Ledger` is."""
+
+    def begin(self, optimizer: LineSearch) -> None:
+        """A step begins: nothing has been evaluated and the weights have not moved."""
+
+    def record(self, optimizer: LineSearch, record: StepRecord) -> None:
+        """The step's probes are done, and after this call the weights go to where they will stand.
+
+        If this raises an exception, or if the closure did, the step is undone and recorded (again) as one that
+        `raised`; that call must not raise.
+        """
 
 
 class RunOptions(TypedDict, total=False):
@@ -51,6 +63,8 @@ class RunOptions(TypedDict, total=False):
     backend: what moves the weights, ``"auto"`` (default), ``"numba"`` (CPU), ``"triton"`` (CUDA) or ``"reference"``
         (any device, slow). All give the same bits. One asked for by name that cannot run is an error.
     max_nonfinite: after so many steps in a row with a loss that is not finite the run ends with an error (default 10).
+    recorder: is told of every step before the weights move for good, for instance a :class:`forwardtune.Ledger`; a copy
+        of the optimizer, or one unpickled, has none (default None).
     """
 
     seed: int
@@ -58,6 +72,7 @@ class RunOptions(TypedDict, total=False):
     directions: int
     backend: str
     max_nonfinite: int
+    recorder: Recorder | None
 
 
 class LineSearch(Optimizer):
@@ -66,6 +81,7 @@ class LineSearch(Optimizer):
     search: Callable[..., Search]
     _settings: tuple[str, ...]
     last_step: StepRecord | None = None
+    recorder: Recorder | None = None
     _warned = False
 
     def __init__(self, params: Params, defaults: Mapping[str, Any], **run: Unpack[RunOptions]) -> None:
@@ -81,6 +97,7 @@ class LineSearch(Optimizer):
         check_number("direction", directions - 1)
         self.backend = run.get("backend", "auto")
         self.max_nonfinite = run.get("max_nonfinite", 10)
+        self.recorder = run.get("recorder")
         self._field: Field | None = None
         self._modules = Modules()
         super().__init__(as_groups(params), {**defaults, "memory": {}})
@@ -176,64 +193,89 @@ class LineSearch(Optimizer):
             )
         for group in self.param_groups:
             self.check(group)
-        field, run = self.field, self._run
+        field, run, recorder = self.field, self._run, self.recorder
         field.refresh()
         check_number("step", run["step"])
+        if recorder:
+            recorder.begin(self)
         objective = Objective(closure, field, self._modules)
         memories = [dict(group["memory"]) for group in self.param_groups]
         lines: list[tuple[LineRecord, ...]] = []
-        taken = True
+
+        def probe(direction: int, offsets: Offsets) -> float:
+            line.goto({direction: offsets})
+            return objective()
+
+        def record(*, taken: bool, raised: bool = False) -> StepRecord:
+            queries = run["queries"] + objective.queries
+            return StepRecord.of(run["step"], lines, queries=queries, taken=taken, raised=raised)
+
         try:
             with Line(field, run["step"], len(self.param_groups)) as line:
-                while taken and len(lines) < run["directions"]:
-                    lines.append(self._walk(line, len(lines), objective, memories))
-                    taken = all(record.is_sound(field.reach) for record in lines[-1])
-                shares = [tuple(record.t / run["directions"] for record in records) for records in lines]
-                line.goto(dict(enumerate(shares)) if taken else {})
+                taken = self._explore(probe, memories, lines, field)
+                if not taken:
+                    objective.rewind(generators=False)
+                done = record(taken=taken)
+                line.goto(done.stand(), partial(recorder.record, self, done) if recorder else None)
         except BaseException:
             objective.rewind()
-            self._advance(objective.queries, run["nonfinite"])
+            undone = record(taken=False, raised=True)
+            self._count(undone)
+            if recorder:
+                recorder.record(self, undone)
             raise
-        self._advance(objective.queries, 0 if taken else run["nonfinite"] + 1)
-        self.last_step = StepRecord.of(run["step"], lines, queries=self.queries, taken=taken)
-        if taken:
+        self._count(done, memories)
+        if not taken:
+            self._complain(done)
+        return objective.like_closure(done.loss)
+
+    def relive(self, record: StepRecord) -> None:
+        """Goes on as `step` did when it made this record, but evaluates nothing and moves nothing.
+
+        A search that would answer otherwise than recorded is an error.
+        """
+        memories = [dict(group["memory"]) for group in self.param_groups]
+        lines: list[tuple[LineRecord, ...]] = []
+        again = record
+        if not record.raised:
+            losses = [loss for groups in reversed(record.lines) for loss in reversed(groups[0].losses)]
+            taken = self._explore(lambda *_: losses.pop() if losses else math.nan, memories, lines, self.field)
+            again = StepRecord.of(record.step, lines, queries=record.queries, taken=taken)
+            if again.path() != record.path() or losses or record.step != self._run["step"]:
+                raise InvalidArgumentError(
+                    f"step {record.step} was made by another {type(self).__name__}: from the same losses this one goes "
+                    f"to {again.path()}, and that one went to {record.path()}"
+                )
+        self._count(again, memories)
+
+    def _explore(
+        self,
+        evaluate: Callable[[int, Offsets], float],
+        memories: list[Memory],
+        lines: list[tuple[LineRecord, ...]],
+        field: Field,
+    ) -> bool:
+        """Searches along all directions, adding to `lines`; whether all numbers were sound."""
+        for direction in range(self._run["directions"]):
+            searches = [
+                self.search(memory, **self._settings_of(group, field.dimension))
+                for group, memory in zip(self.param_groups, memories, strict=True)
+            ]
+            walk(searches, partial(evaluate, direction), field.reach, lines)
+            if not all(record.is_sound(field.reach) for record in lines[-1]):
+                return False
+        return True
+
+    def _count(self, record: StepRecord, memories: list[Memory] | None = None) -> None:
+        """A step is over."""
+        run = self._run
+        nonfinite = run["nonfinite"] if record.raised else 0 if record.taken else run["nonfinite"] + 1
+        self._run = {**run, "step": record.step + 1, "queries": record.queries, "nonfinite": nonfinite}
+        if not record.raised:
+            self.last_step = record
+        if record.taken and memories:
             for group, memory in zip(self.param_groups, memories, strict=True):
                 group["memory"] = memory
-        else:
-            objective.rewind(generators=False)
-            self._complain(self.last_step)
-        return objective.like_closure(self.last_step.loss)
-
-    def _walk(self, line: Line, direction: int, objective: Objective, memories: list[Memory]) -> tuple[LineRecord, ...]:
-        """Runs all groups' searches along one direction, probe by probe, as long as all numbers are sound."""
-        searches = [
-            self.search(memory, **self._settings_of(group, line.field.dimension))
-            for group, memory in zip(self.param_groups, memories, strict=True)
-        ]
-        offsets = [tuple(next(search) for search in searches)]
-        losses: list[float] = []
-        stands = [Stand(0.0)] * len(searches)
-        while all(abs(t) <= line.field.reach for t in offsets[-1]):
-            line.goto({direction: offsets[-1]})
-            losses.append(objective())
-            if not math.isfinite(losses[-1]):
-                break
-            answers = [_send(search, losses[-1]) for search in searches]
-            ended = {isinstance(answer, Stand) for answer in answers}
-            if ended == {True}:
-                stands = answers
-                break
-            if True in ended:
-                raise InvalidArgumentError("the searches of all groups must probe equally often")
-            offsets.append(tuple(answers))
-        probed = zip(*offsets, strict=True)
-        return tuple(LineRecord(o, tuple(losses), *stand) for o, stand in zip(probed, stands, strict=True))
-
-    def _advance(self, queries: int, nonfinite: int) -> None:
-        """Counts a step."""
-        run = self._run
-        counts = {"step": run["step"] + 1, "queries": run["queries"] + queries, "nonfinite": nonfinite}
-        self._run = {**run, **counts}
 
     def _complain(self, record: StepRecord) -> None:
         """A step was not taken: warn once, give up after too many in a row."""
@@ -314,14 +356,6 @@ def _elements(group: Mapping[str, Any]) -> int:
     if all(isinstance(p, torch.Tensor) for p in params):
         return sum(p.numel() for p in params)
     return int(group.get("elements", -1))
-
-
-def _send(search: Search, loss: float) -> Any:
-    """The search's next offset, or its stand."""
-    try:
-        return search.send(loss)
-    except StopIteration as end:
-        return end.value
 
 
 def _callers_level() -> int:

@@ -36,10 +36,13 @@ class LineRecord:
 class StepRecord:
     """What happened in a step. `lines[j][g]` is direction j in group g; the short names are those of `lines[0][0]`.
 
+    The weights went to every probe that has a loss (not a number, if the closure raised there), then to their stand.
+
     step: its number, from 0.
     loss: the mean of the losses probed nearest to the old weights; the last one seen, if the step was not taken.
     queries: evaluations in this run so far.
     taken: whether the step was made; it is not if a loss was not finite or an offset was too far away.
+    raised: whether it was not because the closure, or what recorded the step, raised an exception.
     offsets, losses: where the loss was probed along the line, and what it was there.
     gamma, sigma: the slope measured and the spread of recent ones, for methods that have them.
     t: the offset at which the search wanted to stand (of n directions, each moves by t/n).
@@ -50,10 +53,29 @@ class StepRecord:
     loss: float
     queries: int
     taken: bool
+    raised: bool = False
 
     @classmethod
-    def of(cls, step: int, lines: Sequence[tuple[LineRecord, ...]], *, queries: int, taken: bool) -> StepRecord:
-        return cls(step, tuple(lines), _loss_near_zero(lines) if taken else _last_loss(lines), queries, taken)
+    def of(
+        cls, step: int, lines: Sequence[tuple[LineRecord, ...]], *, queries: int, taken: bool, raised: bool = False
+    ) -> StepRecord:
+        loss = _loss_near_zero(lines) if taken else _last_loss(lines)
+        return cls(step, tuple(lines), loss, queries, taken, raised)
+
+    def stand(self) -> dict[int, tuple[float, ...]]:
+        """Where the weights stand after the step: along each direction, one offset for each group."""
+        if not self.taken:
+            return {}
+        return {j: tuple(line.t / len(self.lines) for line in groups) for j, groups in enumerate(self.lines)}
+
+    def path(self) -> list[dict[int, tuple[float, ...]]]:
+        """All places the weights went to, the last being their stand."""
+        probes = [
+            {j: tuple(line.offsets[i] for line in groups)}
+            for j, groups in enumerate(self.lines)
+            for i in range(len(groups[0].losses))
+        ]
+        return [*probes, self.stand()]
 
     def __str__(self) -> str:
         seen = {"gamma": self.gamma, "sigma": self.sigma, "t": self.t}

@@ -8,8 +8,9 @@ from typing import Any
 from typing_extensions import Unpack
 
 from forwardtune.arguments import Params, check_positive
-from forwardtune.optimizer import LineSearch, Memory, RunOptions, Search
+from forwardtune.optimizer import LineSearch, RunOptions
 from forwardtune.record import Stand
+from forwardtune.search import Memory, Search
 
 
 def mezo(memory: Memory, *, lr: float, rho: float) -> Search:

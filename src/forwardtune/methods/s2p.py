@@ -9,8 +9,9 @@ from typing_extensions import Unpack
 
 from forwardtune.arguments import Params, check_integer, check_positive
 from forwardtune.errors import InvalidArgumentError
-from forwardtune.optimizer import LineSearch, Memory, RunOptions, Search
+from forwardtune.optimizer import LineSearch, RunOptions
 from forwardtune.record import Stand
+from forwardtune.search import Memory, Search
 from forwardtune.theory import step_sizes
 
 StepSize = Literal["stationary", "dynamic", "stationary-relaxed", "dynamic-relaxed"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing_extensions import Unpack
 
 from forwardtune.arguments import Params
-from forwardtune.optimizer import LineSearch, Memory, RunOptions, Search
+from forwardtune.optimizer import LineSearch, RunOptions
 from forwardtune.record import Stand
+from forwardtune.search import Memory, Search
 
 
 def stp(memory: Memory, *, lr: float) -> Search:

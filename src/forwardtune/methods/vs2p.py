@@ -9,8 +9,9 @@ from typing import Any
 from typing_extensions import Unpack
 
 from forwardtune.arguments import Params, check_integer, check_positive
-from forwardtune.optimizer import LineSearch, Memory, RunOptions, Search
+from forwardtune.optimizer import LineSearch, RunOptions
 from forwardtune.record import Stand
+from forwardtune.search import Memory, Search
 
 
 def vs2p(memory: Memory, *, lr: float, rho: float, tau_a: float, tau_b: float, window: int) -> Search:
