@@ -3,10 +3,11 @@
 from importlib.metadata import version
 
 from forwardtune import theory
-from forwardtune.errors import BackendError, ForwardTuneError, InvalidArgumentError, NonFiniteLossError
+from forwardtune.errors import BackendError, ForwardTuneError, InvalidArgumentError, LedgerError, NonFiniteLossError
+from forwardtune.ledger import Ledger, replay, resume
 from forwardtune.methods import S2P, STP, VS2P, MeZO
 from forwardtune.noise import Field
-from forwardtune.optimizer import LineSearch, RunOptions
+from forwardtune.optimizer import LineSearch, Recorder, RunOptions
 from forwardtune.record import LineRecord, Stand, StepRecord
 
 __version__ = version("forwardtune")
@@ -19,12 +20,17 @@ __all__ = [
     "Field",
     "ForwardTuneError",
     "InvalidArgumentError",
+    "Ledger",
+    "LedgerError",
     "LineRecord",
     "LineSearch",
     "MeZO",
     "NonFiniteLossError",
+    "Recorder",
     "RunOptions",
     "Stand",
     "StepRecord",
+    "replay",
+    "resume",
     "theory",
 ]

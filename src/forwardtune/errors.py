@@ -15,3 +15,7 @@ class BackendError(ForwardTuneError, RuntimeError):
 
 class NonFiniteLossError(ForwardTuneError, RuntimeError):
     """Too many steps in a row met a loss that is not a finite number."""
+
+
+class LedgerError(ForwardTuneError, RuntimeError):
+    """A ledger cannot be written, read or applied."""

@@ -40,6 +40,7 @@ class Walker:
                 f"unknown distribution {distribution!r}; choose one of {', '.join(DISTRIBUTIONS)}"
             )
         self.slots, self.groups, self.seed, self.distribution = tuple(slots), groups, seed, distribution
+        self.backend = backend
         self.dimension = sum(slot.tensor.numel() for slot in slots)
         by_kind: dict[type[Backend], list[Slot]] = {}
         for slot in slots:

@@ -1,0 +1,47 @@
+"""Where two runs part."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+
+from forwardtune.ledger.export import read
+from forwardtune.ledger.format import Header
+from forwardtune.record import StepRecord
+
+UNLIKE = ("created", "version", "max_nonfinite")
+"""What says nothing about the weights."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs: fields of the header, the first step at which the runs part, and how many steps each has.
+
+    `step` is None if one run is the beginning of the other. `a` and `b` are what the runs did there.
+    """
+
+    fields: dict[str, tuple[object, object]]
+    step: int | None
+    a: StepRecord | None
+    b: StepRecord | None
+    ends: tuple[int, int]
+
+    def __bool__(self) -> bool:
+        return bool(self.fields) or self.step is not None or self.ends[0] != self.ends[1]
+
+
+def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference:
+    """Compares two ledgers, of either kind, step by step: the places the weights went to, not the losses."""
+    runs = read(a), read(b)
+    fields = _fields(runs[0].header, runs[1].header)
+    start, ends = max(run.header.step for run in runs), tuple(run.end for run in runs)
+    for step in range(start, min(ends)):
+        one, other = (run.record(step) for run in runs)
+        if one.path() != other.path():
+            return Difference(fields, step, one, other, (ends[0], ends[1]))
+    return Difference(fields, None, None, None, (ends[0], ends[1]))
+
+
+def _fields(a: Header, b: Header) -> dict[str, tuple[object, object]]:
+    one, other = asdict(a), asdict(b)
+    return {name: (one[name], other[name]) for name in one if name not in UNLIKE and one[name] != other[name]}

@@ -1,0 +1,151 @@
+"""From the weights a run started from to those it reached, by its scalars alone.
+
+Each weight's path is a chain of additions that depends on nothing but the recorded offsets and its own noise, so many
+steps are walked in one tile of the cache after the other.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from forwardtune.errors import LedgerError
+from forwardtune.ledger.export import read
+from forwardtune.ledger.fingerprint import combined, digests
+from forwardtune.ledger.format import Header
+from forwardtune.ledger.run import Run
+from forwardtune.ledger.tensors import (
+    BUFFER,
+    Model,
+    named_buffers,
+    named_parameters,
+    restore_buffers,
+    weights_of,
+)
+from forwardtune.line import Place, way
+from forwardtune.noise import Slot, Term, Walker
+from forwardtune.record import StepRecord
+
+Progress = Callable[[float], None]
+"""Is told the part that is done, from 0 to 1."""
+
+M = TypeVar("M", bound=Model)
+
+SEGMENT = 512
+"""Steps of one chain: so many that reading the weights from memory once costs nothing beside them."""
+
+
+def replay(
+    model: M,
+    ledger: str | os.PathLike[str],
+    *,
+    until: int | None = None,
+    backend: str = "auto",
+    progress: Progress | None = None,
+) -> M:
+    """Gives a model with a run's base weights the weights that the run reached, exactly, in place.
+
+    Args:
+        model: the module, or a dict of tensors by name, with the weights that the run started from.
+        ledger: the file, live or exported.
+        until: after how many steps to stop; at the run's end by default.
+        backend: what moves the weights; see :class:`forwardtune.RunOptions`.
+        progress: called now and then with the part that is done.
+
+    Weights of another model, or that the run did not start from, are refused. Buffers that the run changed get their
+    values at the end of the run, if it is replayed to its end.
+    """
+    run = read(ledger)
+    end = run.check_until(until)
+    weights = weights_of(run.header, named_parameters(model))
+    start = standing(run, weights)
+    buffers = named_buffers(model)
+    advance(run, weights, start, end, backend=backend, progress=progress)
+    if end == run.end:
+        restore_buffers(run.state, buffers)
+    elif any(state.name.startswith(BUFFER) for state in run.state):
+        warnings.warn(
+            f"the run changed buffers of the model, which are known for its end ({run.end}) only; "
+            "they are left as they were",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return model
+
+
+def standing(run: Run, weights: Sequence[Tensor]) -> int:
+    """After which step of the run these are the weights."""
+    found = digests(weights)
+    differing = [p.names[0] for p, digest in zip(run.header.parameters, found, strict=True) if p.digest != digest]
+    if not differing:
+        return run.header.step
+    whole = combined(found)
+    for anchor in run.anchors:
+        if anchor.digest == whole:
+            return anchor.step
+    raise LedgerError(
+        f"these are not the weights that the run started from: {differing[0]!r} is the first of {len(differing)} "
+        f"parameters (of {len(found)}) with other values; load the base weights"
+    )
+
+
+def advance(
+    run: Run, weights: Sequence[Tensor], start: int, end: int, *, backend: str, progress: Progress | None = None
+) -> None:
+    """Walks the weights, which are those after step `start`, to those after step `end`."""
+    if start > end:
+        raise LedgerError(
+            f"these weights are those after step {start}, and a step cannot be taken back exactly: "
+            f"load the base weights to replay until {end}"
+        )
+    slots = [Slot(tensor, p.number, p.group) for p, tensor in zip(run.header.parameters, weights, strict=True)]
+    walker = walker_over(slots, run.header, backend)
+    for done in walk(run, walker, walker, start, end):
+        if progress:
+            progress(done)
+    for tensor in weights:
+        if not tensor.is_inference():
+            increment_version(tensor)
+    check_anchor(run, weights, end)
+
+
+def check_anchor(run: Run, weights: Sequence[Tensor], step: int) -> None:
+    """Compares the weights with their fingerprint, if the run has taken it at this step."""
+    for anchor in run.anchors:
+        if anchor.step == step and anchor.digest != combined(digests(weights)):
+            raise LedgerError(
+                f"the replay reached other weights than the run had after step {step}: while it was recorded, "
+                "something other than the optimizer changed them"
+            )
+
+
+def walker_over(slots: Sequence[Slot], header: Header, backend: str) -> Walker:
+    return Walker(slots, len(header.groups), seed=header.seed, distribution=header.distribution, backend=backend)
+
+
+def walk(run: Run, walker: Walker, whole: Walker, start: int, end: int) -> Iterator[float]:
+    """Walks a walker's slots and yields the part that is done.
+
+    `whole` has the slots of the whole model: on the sphere, a direction is scaled by its length in all of them.
+    """
+    if walker is not whole and walker.distribution == "sphere":
+        walker = Walker(walker.slots, walker.groups, seed=walker.seed, distribution="normal", backend=walker.backend)
+    for low in range(start, end, SEGMENT):
+        high = min(low + SEGMENT, end)
+        walks = [walk for record in run.records(low, high) for walk in _walks(record, len(run.header.groups))]
+        if walker is not whole:
+            walks = [(step, whole.in_units(step, terms)) for step, terms in walks]
+        walker.chain(walks)
+        yield (high - start) / (end - start)
+
+
+def _walks(record: StepRecord, groups: int) -> Iterator[tuple[int, Sequence[Term]]]:
+    at: Place = {}
+    for place in record.path():
+        terms, at = way(at, place, (0.0,) * groups)
+        yield record.step, terms

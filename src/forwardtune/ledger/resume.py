@@ -1,0 +1,168 @@
+"""Going on with a recorded run as if it had never stopped."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from forwardtune.errors import ForwardTuneError, LedgerError
+from forwardtune.ledger.fingerprint import combined, digests
+from forwardtune.ledger.format import Header
+from forwardtune.ledger.recorder import Ledger, check_policy, checkpoint_path
+from forwardtune.ledger.replay import Progress, advance, standing
+from forwardtune.ledger.run import LiveRun, check_file, is_live, read_live
+from forwardtune.ledger.store import Fsync, Store
+from forwardtune.ledger.tensors import (
+    Model,
+    named_buffers,
+    named_parameters,
+    restore_buffers,
+    restore_generators,
+    weights_of,
+)
+from forwardtune.optimizer import LineSearch
+
+
+def resume(
+    model: Model,
+    ledger: str | os.PathLike[str],
+    *,
+    backend: str = "auto",
+    fsync: Fsync = "timed",
+    checkpoint_every: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[LineSearch, int]:
+    """An optimizer that goes on with a recorded run, and the number of its next step.
+
+    The model has the weights that the run started from, and afterwards those that it had reached. The optimizer has the
+    run's settings, memory and counters and writes to the same ledger. Torch's generators and the model's buffers are as
+    the last step left them. What is outside is the caller's: the place in the data, and a scheduler, for which `lr` is
+    back at its start. Build it anew and step it as often as the run did; see docs/ledger.md.
+
+    Args:
+        model: the model that the ledger was made with, with its base weights.
+        ledger: the live file.
+        backend: what moves the weights, in the replay and in the run; see :class:`forwardtune.RunOptions`.
+        fsync, checkpoint_every: as for :class:`forwardtune.Ledger`.
+        progress: called now and then with the part of the replay that is done.
+    """
+    check_policy(fsync, checkpoint_every)
+    path = check_file(ledger)
+    if not is_live(path):
+        raise LedgerError(
+            f"{path} is an exported ledger, which holds what a replay needs but not the state of the run; "
+            "resume the live file, or replay this one and begin a new run"
+        )
+    _check_damage(path, read_live(path))
+    store = Store(path, fsync)
+    try:
+        contents = store.contents()
+        run = LiveRun(contents)
+        _check_damage(path, run)
+        tensors = named_parameters(model)
+        weights = weights_of(run.header, tensors)
+        start = _start(run, weights, path)
+        advance(run, weights, start, run.end, backend=backend, progress=progress)
+        optimizer = _optimizer(run.header, tensors, backend)
+        _relive(optimizer, run)
+        restore_buffers(run.state, named_buffers(model))
+        restore_generators(run.state)
+        store.number_states([state.name for state in run.state])
+        optimizer.recorder = Ledger._resumed(path, model, fsync, checkpoint_every, store, run, optimizer)
+    except BaseException:
+        store.close()
+        raise
+    return optimizer, run.end
+
+
+def _check_damage(path: Path, run: LiveRun) -> None:
+    if run.damage:
+        raise LedgerError(
+            f"{path} is damaged ({run.damage}) and cannot be resumed; its steps up to {run.end} are sound and can be "
+            f"replayed (until={run.end}) or exported"
+        )
+
+
+def _start(run: LiveRun, weights: list[Tensor], path: Path) -> int:
+    """The step whose weights these are, or to which a checkpoint has brought them."""
+    saved = [anchor for anchor in run.anchors if anchor.checkpoint]
+    if saved:
+        file = checkpoint_path(path, saved[-1].step)
+        try:
+            tensors = weights_of(run.header, load_file(file))
+            if combined(digests(tensors)) == saved[-1].digest:
+                with torch.no_grad():
+                    for ours, theirs in zip(weights, tensors, strict=True):
+                        ours.copy_(theirs)
+                return saved[-1].step
+            complaint = "its weights are not those of the run"
+        except (OSError, SafetensorError, LedgerError) as error:
+            complaint = str(error)
+        warnings.warn(
+            f"the checkpoint {file} cannot be used ({complaint}); replaying from the base weights instead",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return standing(run, weights)
+
+
+def _optimizer(header: Header, tensors: dict[str, Tensor], backend: str) -> LineSearch:
+    """The optimizer as it was when the run began."""
+    found = [kind for kind in _kinds(LineSearch) if kind.__name__ == header.method]
+    if not found:
+        raise LedgerError(
+            f"the run was made by {header.method}, which is not known here; import the module that has it"
+        )
+    groups: list[dict[str, Any]] = []
+    for group in header.groups:
+        missing = [name for name in group.names if name not in tensors]
+        if missing:
+            raise LedgerError(f"the run's optimizer had {missing[0]!r}, which this model does not have")
+        params = [(name, tensors[name]) if group.named else tensors[name] for name in group.names]
+        groups.append({"params": params, **group.settings})
+    run = {name: getattr(header, name) for name in ("seed", "distribution", "directions", "max_nonfinite")}
+    try:
+        optimizer: LineSearch = found[-1](groups, **header.defaults, **run, backend=backend)
+    except (ForwardTuneError, TypeError) as error:
+        raise LedgerError(f"the run's {header.method} cannot be made again: {error}") from error
+    theirs = {p.number: p for p in header.parameters}
+    ours = {slot.parameter: slot.group for slot in optimizer.field.slots}
+    for number in sorted(theirs.keys() ^ ours.keys()):
+        name = theirs[number].names[0] if number in theirs else f"parameter {number}"
+        here = "does not move here" if number in theirs else "moves here"
+        raise LedgerError(f"{name!r} {here}, other than in the run; set requires_grad as it was")
+    state = optimizer.state_dict()
+    for packed, group in zip(state["param_groups"], header.groups, strict=True):
+        packed["run"] = {**packed["run"], "step": header.step, "queries": header.queries, "nonfinite": header.nonfinite}
+        packed["memory"] = dict(group.memory)
+    optimizer.load_state_dict(state)
+    return optimizer
+
+
+def _kinds(kind: type[LineSearch]) -> Iterator[type[Any]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _kinds(child)
+
+
+def _relive(optimizer: LineSearch, run: LiveRun) -> None:
+    for step in range(run.header.step, run.end):
+        for group, changes in zip(optimizer.param_groups, run.changed_settings(step), strict=True):
+            group.update(changes)
+        try:
+            optimizer.relive(run.record(step))
+        except ForwardTuneError as error:
+            raise LedgerError(f"the run can be replayed but not resumed: {error}") from error
+    for group in optimizer.param_groups:
+        if "initial_lr" in group:  # there was a scheduler, and another will start from there
+            group["lr"] = group["initial_lr"]
+    if run.end > run.header.step:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers, which warn if no step was taken

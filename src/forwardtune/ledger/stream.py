@@ -1,0 +1,161 @@
+"""Replay from file to file, for models that need not fit into memory."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from forwardtune.errors import LedgerError
+from forwardtune.ledger.export import read
+from forwardtune.ledger.format import Parameter
+from forwardtune.ledger.replay import Progress, check_anchor, standing, walk, walker_over
+from forwardtune.ledger.run import Run
+from forwardtune.ledger.store import publish
+from forwardtune.ledger.tensors import BUFFER, check_kind, restore_buffers
+from forwardtune.noise import Slot
+
+PORTION = 1 << 28
+"""Bytes of tensors that are walked together (but at least one tensor)."""
+
+
+def replay_file(
+    base: str | os.PathLike[str],
+    ledger: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    until: int | None = None,
+    backend: str = "auto",
+    progress: Progress | None = None,
+) -> None:
+    """Replays from a safetensors file to another, a portion at a time, so that the model need not fit into memory.
+
+    Args:
+        base: a file, or a folder with the files that a model is split into.
+        out: the file or folder to make. What the run did not move is copied.
+    """
+    source, target = Path(base), Path(out)
+    run = read(ledger)
+    end = run.check_until(until)
+    files = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
+    if not files or not all(file.is_file() for file in files):
+        raise LedgerError(f"there is no safetensors file at {source}")
+    if target.exists():
+        raise LedgerError(f"{target} is there already; choose another name or remove it")
+    new = target.with_name(f".{target.name}.{os.getpid()}.new")
+    copies = [new / file.name for file in files] if source.is_dir() else [new]
+    try:
+        if source.is_dir():
+            new.mkdir(parents=True)
+        for file, copy in zip(files, copies, strict=True):
+            shutil.copyfile(file, copy)
+        _replay_copies([_Mapped(copy) for copy in copies], run, end, backend, progress)
+        if source.is_dir():
+            new.rename(target)
+        else:
+            publish(new, target)
+    except OSError as error:
+        raise LedgerError(f"{target} cannot be written ({error})") from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True) if new.is_dir() else new.unlink(missing_ok=True)
+
+
+def _replay_copies(files: Sequence[_Mapped], run: Run, end: int, backend: str, progress: Progress | None) -> None:
+    slots: list[Slot] = []
+    where: list[_Mapped] = []
+    first: dict[int, int] = {}
+    for parameter in run.header.parameters:
+        places = [(file, name) for file in files for name in parameter.names if name in file.tensors]
+        if not places:
+            raise LedgerError(
+                f"the run moves {parameter.names[0]!r}, which is not in the base file; save the base model "
+                "with the names of its state_dict"
+            )
+        first[parameter.number] = len(slots)
+        for file, name in places:
+            slots.append(Slot(file.tensor(name, parameter), parameter.number, parameter.group))
+            where.append(file)
+    weights = [slots[i].tensor for i in first.values()]
+    start = standing(run, weights)
+    if start > end:
+        raise LedgerError(f"the base file has the weights after step {start}, later than {end}")
+    whole = walker_over([slots[i] for i in first.values()], run.header, backend)
+    portions = _portions([slot.tensor.nbytes for slot in slots])
+    total = sum(slot.tensor.nbytes for slot in slots)
+    for low, high in pairwise(portions):
+        part = walker_over(slots[low:high], run.header, backend)
+        before, own = (sum(slot.tensor.nbytes for slot in slots[a:b]) for a, b in ((0, low), (low, high)))
+        for done in walk(run, part, whole, start, end):
+            if progress:
+                progress((before + done * own) / total)
+        for file in {id(file): file for file in where[low:high]}.values():
+            file.flush()
+    check_anchor(run, weights, end)
+    if end == run.end:
+        for file in files:
+            saved = [state for state in run.state if state.name.removeprefix(BUFFER) in file.tensors]
+            restore_buffers(saved, {name: file.tensor(name) for name in (s.name.removeprefix(BUFFER) for s in saved)})
+            file.flush()
+
+
+def _portions(sizes: Sequence[int]) -> list[int]:
+    """Bounds of stretches of at most PORTION bytes, or of one tensor."""
+    bounds, room = [0], PORTION
+    for i, size in enumerate(sizes):
+        if size > room and i > bounds[-1]:
+            bounds.append(i)
+            room = PORTION
+        room -= size
+    return [*bounds, len(sizes)]
+
+
+class _Mapped:
+    """A safetensors file whose tensors are its own bytes, in the system's page cache and not in ours."""
+
+    DTYPES = {  # noqa: RUF012
+        "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+        "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+        "BOOL": torch.bool,
+    }  # fmt: skip
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with safe_open(path, framework="numpy"):  # checks the header
+                pass
+        except SafetensorError as error:
+            raise LedgerError(f"the base file is damaged or not in safetensors format ({error})") from error
+        with open(path, "rb+") as file:
+            length = int.from_bytes(file.read(8), "little")
+            self.tensors: dict[str, Any] = json.loads(file.read(length))
+            self.tensors.pop("__metadata__", None)
+            self._data = 8 + length
+            self._map = mmap.mmap(file.fileno(), 0)
+
+    def tensor(self, name: str, parameter: Parameter | None = None) -> Tensor:
+        info = self.tensors[name]
+        dtype = self.DTYPES.get(info["dtype"])
+        if parameter:
+            check_kind(parameter, info["shape"], str(dtype).removeprefix("torch."))
+        if dtype is None:
+            raise LedgerError(f"{name!r} is of dtype {info['dtype']}, which is not supported")
+        low, high = info["data_offsets"]
+        if low == high:
+            return torch.empty(info["shape"], dtype=dtype)
+        count = (high - low) // dtype.itemsize
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._data + low).view(info["shape"])
+
+    def flush(self) -> None:
+        """Writes what has changed and lets go of the memory."""
+        self._map.flush()
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)

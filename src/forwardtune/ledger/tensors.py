@@ -1,0 +1,164 @@
+"""A model's tensors by name: which are a run's weights, and what else a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from forwardtune.errors import InvalidArgumentError, LedgerError
+from forwardtune.ledger.format import Header, Parameter
+from forwardtune.ledger.store import State
+
+Model = nn.Module | Mapping[str, Tensor]
+"""A module, or tensors by name."""
+
+GENERATOR, BUFFER = "generator:", "buffer:"
+LARGE = 100_000
+"""Buffers of more elements are taken for unchanged as long as torch's version counter says so."""
+
+
+def named_parameters(model: Model) -> dict[str, Tensor]:
+    """All names of all parameters; tied ones have several."""
+    if isinstance(model, nn.Module):
+        return dict(model.named_parameters(remove_duplicate=False))
+    if not isinstance(model, Mapping) or not all(isinstance(tensor, Tensor) for tensor in model.values()):
+        raise InvalidArgumentError(
+            f"pass the model, or a dict of its tensors by name, not {type(model).__name__}; "
+            "names are what tells a run's weights apart"
+        )
+    return dict(model)
+
+
+def named_buffers(model: Model) -> dict[str, Tensor]:
+    return dict(model.named_buffers()) if isinstance(model, nn.Module) else {}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def weights_of(header: Header, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """The tensors that a run moves, in its order; the first that is missing or of another kind is an error."""
+    found = []
+    for parameter in header.parameters:
+        name = next((name for name in parameter.names if name in tensors), None)
+        if name is None:
+            raise LedgerError(
+                f"the run moves {parameter.names[0]!r}, which is not among these weights ({_some(tensors)}); "
+                "use the model that the ledger was made with"
+            )
+        tensor = tensors[name].detach()
+        check_kind(parameter, tensor.shape, dtype_name(tensor.dtype))
+        found.append(tensor)
+    return found
+
+
+def check_kind(parameter: Parameter, shape: Iterable[int], dtype: str) -> None:
+    ours, theirs = (tuple(shape), dtype), (parameter.shape, parameter.dtype)
+    if ours != theirs:
+        raise LedgerError(
+            f"{parameter.names[0]!r} is {list(ours[0])} of {ours[1]}, and in the ledger it is {list(theirs[0])} of "
+            f"{theirs[1]}; use the model that the ledger was made with, in its dtype"
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    first = list(names)[:3]
+    return ", ".join(first) + ", ..." if first else "there are none"
+
+
+class Leftovers:
+    """Watches what a run changes beside its weights: torch's generators and the model's buffers."""
+
+    def __init__(self, model: Model, devices: Iterable[torch.device]) -> None:
+        self._devices = sorted((device for device in devices if device.type != "cpu"), key=str)
+        self._modules = [
+            (f"{prefix}." if prefix else "", module)
+            for prefix, module in (model.named_modules() if isinstance(model, nn.Module) else ())
+            if module._buffers
+        ]
+        self._known: dict[str, object] = {}
+        self.changed()
+
+    def changed(self) -> list[State]:
+        """What is not as it was at the last call."""
+        states = [State(name, "uint8", "", value) for name, value in self._generators() if self._is_new(name, value)]
+        for name, buffer in self._buffers():
+            if self._is_new(name, _look(buffer)):
+                states.append(_state(name, buffer))
+        return states
+
+    def forget(self, states: Iterable[State]) -> None:
+        """These have not been kept: they count as changed the next time."""
+        for state in states:
+            self._known.pop(state.name, None)
+
+    def _is_new(self, name: str, value: object) -> bool:
+        known = self._known.get(name)
+        same = torch.equal(known, value) if isinstance(known, Tensor) and isinstance(value, Tensor) else known == value
+        if not same:
+            self._known[name] = value.clone() if isinstance(value, Tensor) else value
+        return not same
+
+    def _generators(self) -> Iterator[tuple[str, bytes]]:
+        yield f"{GENERATOR}cpu", torch.get_rng_state().numpy().tobytes()
+        for device in self._devices:
+            yield f"{GENERATOR}{device}", torch.get_device_module(device).get_rng_state(device).numpy().tobytes()
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for prefix, module in self._modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.layout == torch.strided and not nn.parameter.is_lazy(buffer):
+                    yield f"{BUFFER}{prefix}{name}", buffer
+
+
+def _look(buffer: Tensor) -> object:
+    if buffer.numel() <= LARGE:
+        return buffer.detach()
+    return buffer.data_ptr(), 0 if buffer.is_inference() else buffer._version
+
+
+def _state(name: str, tensor: Tensor) -> State:
+    value = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return State(name, dtype_name(tensor.dtype), json.dumps(list(tensor.shape)), value)
+
+
+def value_of(state: State) -> Tensor:
+    """The tensor that a state holds."""
+    dtype = getattr(torch, state.dtype, None)
+    try:
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"unknown dtype {state.dtype}")
+        flat = torch.frombuffer(bytearray(state.value), dtype=torch.uint8) if state.value else torch.empty(0)
+        return flat.view(dtype).view(json.loads(state.shape)) if state.shape else flat
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise LedgerError(f"the ledger's state of {state.name!r} makes no sense ({error})") from error
+
+
+@torch.no_grad()
+def restore_buffers(states: Iterable[State], buffers: Mapping[str, Tensor]) -> None:
+    """Gives buffers the values that a run left in them."""
+    for state in states:
+        if state.name.startswith(BUFFER):
+            name, value = state.name.removeprefix(BUFFER), value_of(state)
+            if name not in buffers:
+                raise LedgerError(f"the run changed the buffer {name!r}, which this model does not have")
+            if buffers[name].shape != value.shape or buffers[name].dtype != value.dtype:
+                raise LedgerError(
+                    f"the buffer {name!r} is {list(buffers[name].shape)} of {dtype_name(buffers[name].dtype)}, and the "
+                    f"run left {list(value.shape)} of {dtype_name(value.dtype)} in it"
+                )
+            buffers[name].copy_(value)
+
+
+def restore_generators(states: Iterable[State]) -> None:
+    """Puts torch's generators where the run left them."""
+    for state in states:
+        if state.name == f"{GENERATOR}cpu":
+            torch.set_rng_state(value_of(state))
+        elif state.name.startswith(GENERATOR):
+            device = torch.device(state.name.removeprefix(GENERATOR))
+            torch.get_device_module(device).set_rng_state(value_of(state), device)
