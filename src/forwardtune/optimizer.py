@@ -30,7 +30,7 @@ from forwardtune.arguments import Params, as_groups, check_integer, is_number, p
 from forwardtune.buffers import Modules
 from forwardtune.errors import InvalidArgumentError, NonFiniteLossError
 from forwardtune.line import Line, Offsets
-from forwardtune.noise import NOISE_VERSION, Distribution, Field
+from forwardtune.noise import NOISE_VERSION, Distribution, Field, Slot
 from forwardtune.noise.field import check_tensor
 from forwardtune.noise.walker import check_number
 from forwardtune.objective import Closure, Objective
@@ -138,6 +138,11 @@ class LineSearch(Optimizer):
                 backend=self.backend,
             )
         return self._field
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The tensors that the latest step moved, each with its number and group."""
+        return (self._field or self.field).slots
 
     @property
     def queries(self) -> int:

@@ -44,7 +44,7 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], *, until: 
     run, target = read(path), Path(out)
     end = run.check_until(until)
     arrays, formulas = _encode(_table(run, end))
-    state = [item for item in run.state if item.name.startswith(BUFFER)] if end == run.end else []
+    state = [item for item in run.state if item.name.startswith(BUFFER)] if end == run.state_end else []
     arrays |= {f"state.{i}": np.frombuffer(item.value, np.uint8) for i, item in enumerate(state)}
     metadata = {
         "format": FORMAT,
@@ -53,7 +53,7 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], *, until: 
         "steps": str(end - run.header.step),
         "columns": json.dumps(formulas),
         "anchors": json.dumps([[a.step, a.digest] for a in run.anchors if a.step <= end]),
-        "state": json.dumps([[item.name, item.dtype, item.shape] for item in state]),
+        "state": json.dumps([(item.name, item.dtype, item.shape) for item in state]),
     }
     metadata["crc"] = str(_checksum(arrays, metadata))
     new = target.with_name(f".{target.name}.{os.getpid()}.new")
@@ -144,10 +144,10 @@ class ExportedRun(Run):
             if int(metadata["crc"]) != _checksum(arrays, metadata):
                 raise LedgerError(f"{file} is damaged; ask for it again")
             self.header = Header.from_json(metadata["header"])
-            self.end = self.header.step + int(metadata["steps"])
+            self.end = self.state_end = self.header.step + int(metadata["steps"])
             self.anchors = [Anchor(int(step), str(digest), False) for step, digest in json.loads(metadata["anchors"])]
             self.state = [
-                State(str(name), str(dtype), str(shape), arrays.pop(f"state.{i}").tobytes())
+                State(str(name), str(dtype), tuple(map(int, shape)), arrays.pop(f"state.{i}").tobytes())
                 for i, (name, dtype, shape) in enumerate(json.loads(metadata["state"]))
             ]
             self._columns = _decode(arrays, json.loads(metadata["columns"]), int(metadata["steps"]))

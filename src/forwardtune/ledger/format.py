@@ -2,18 +2,15 @@
 
 The header describes the run and the weights it started from. A step is packed as little-endian float64 numbers:
 
-    kind, queries so far, then for each probe its direction, loss and offset in each group,
+    kind, queries so far, the numeric settings of each group,
+    then for each probe its direction, loss and offset in each group,
     then, if the step was taken, the stand in each direction and group
-
-Every step carries the CRC-32 of itself and of all that came before it, beginning with the header, so that a step that
-is changed, missing or from another run is noticed, and all before it are known to be sound.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,6 +22,8 @@ from forwardtune.record import LineRecord, StepRecord
 
 SCHEMA = 1
 TAKEN, NOT_TAKEN, RAISED = 0, 1, 2
+LEFT = 4
+"""Added to the kind of a step that left another state behind than the step before."""
 
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """The dtypes of weights, with their sizes in bytes."""
@@ -50,6 +49,11 @@ class Group:
     named: bool
     settings: Mapping[str, Any]
     memory: Mapping[str, Any]
+
+    @property
+    def numbers(self) -> list[str]:
+        """The settings whose values every step has; others are recorded when they change."""
+        return [name for name, value in self.settings.items() if type(value) in (int, float)]
 
 
 @dataclass(frozen=True)
@@ -135,61 +139,71 @@ def frozen(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Row:
-    """A step as it is stored; `settings` has those settings of each group that changed since the step before."""
+    """A step as it is stored; `settings` has those that changed since the step before and are no numbers of `pack`."""
 
-    step: int
-    crc: int
     numbers: bytes
     settings: str | None = None
 
 
-def checksum(previous: int, numbers: bytes, settings: str | None) -> int:
-    crc = zlib.crc32(numbers, previous)
-    return zlib.crc32(settings.encode(), crc) if settings else crc
-
-
-def pack(record: StepRecord) -> bytes:
+def pack(record: StepRecord, left: bool, settings: Sequence[float]) -> bytes:
+    """The numbers of a step; `left` says that it left another state behind than the step before."""
     kind = TAKEN if record.taken else RAISED if record.raised else NOT_TAKEN
-    numbers: list[float] = [kind, record.queries]
+    numbers: list[float] = [kind + LEFT * left, record.queries]
+    numbers += settings
     for direction, groups in enumerate(record.lines):
         for i, loss in enumerate(groups[0].losses):
-            numbers += (direction, loss)
-            numbers += [line.offsets[i] for line in groups]
+            numbers += (direction, loss, *[line.offsets[i] for line in groups])
     if record.taken:
         numbers += [line.t for groups in record.lines for line in groups]
     return struct.pack(f"<{len(numbers)}d", *numbers)
 
 
-def unpack(step: int, blob: bytes, header: Header) -> StepRecord:
-    """The record of a packed step, without what only the method knows (gamma, sigma)."""
+def left_behind(blob: bytes) -> bool:
+    """Whether a packed step left another state behind than the step before."""
+    return len(blob) >= 8 and struct.unpack_from("<d", blob)[0] >= LEFT
+
+
+def unpack(step: int, blob: bytes, header: Header) -> tuple[StepRecord, list[dict[str, float]]]:
+    """The record of a packed step, without what only the method knows (gamma, sigma), and each group's numbers."""
     groups, directions = len(header.groups), header.directions
     try:
         kind, queries, *rest = struct.unpack(f"<{len(blob) // 8}d", blob)
+        settings = []
+        for group in header.groups:
+            names = group.numbers
+            values, rest = rest[: len(names)], rest[len(names) :]
+            settings.append({n: _like(group.settings[n], value) for n, value in zip(names, values, strict=True)})
+        kind %= LEFT
         split = len(rest) - directions * groups if kind == TAKEN else len(rest)
         probes = [rest[i : i + 2 + groups] for i in range(0, split, 2 + groups)]
         stands = [rest[i : i + groups] for i in range(split, len(rest), groups)] or [[0.0] * groups] * directions
+        visited = [int(probe[0]) for probe in probes]
+        reached = sorted(set(visited))
         _require(kind in (TAKEN, NOT_TAKEN, RAISED) and split >= 0 and split % (2 + groups) == 0)
-        visited = sorted({int(probe[0]) for probe in probes})
-        _require(visited == list(range(directions if kind == TAKEN else len(visited))))
-        _require([probe[0] for probe in probes] == sorted(probe[0] for probe in probes))
+        _require(reached == list(range(directions if kind == TAKEN else len(reached))) and len(reached) <= directions)
+        _require(visited == sorted(visited))
     except (struct.error, ValueError, OverflowError) as error:
         raise LedgerError(f"step {step} of the ledger makes no sense") from error
     lines = []
-    for direction in visited:
+    for direction in reached:
         own = [probe for probe in probes if probe[0] == direction]
         losses = tuple(probe[1] for probe in own)
         offsets = zip(*(probe[2:] for probe in own), strict=True)
         lines.append(tuple(LineRecord(o, losses, t) for o, t in zip(offsets, stands[direction], strict=True)))
-    return StepRecord.of(step, lines, queries=int(queries), taken=kind == TAKEN, raised=kind == RAISED)
+    record = StepRecord.of(step, lines, queries=int(queries), taken=kind == TAKEN, raised=kind == RAISED)
+    return record, settings
 
 
-def plain_settings(group: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Those of a group's values that JSON can hold."""
-    return {name: group[name] for name in names if isinstance(group.get(name), str | int | float | None)}
+def _like(example: Any, value: float) -> float:
+    """An integer where the run began with one."""
+    return int(value) if isinstance(example, int) and value.is_integer() else value
 
 
-def dump(value: Any, what: str) -> str:
+def dump(value: Any) -> str:
+    """Settings, or what a search remembers, as JSON."""
     try:
         return json.dumps(value, separators=(",", ":"))
     except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"{what} must be numbers, texts and lists of them to be recorded: {error}") from None
+        raise InvalidArgumentError(
+            f"what a search remembers must be numbers, texts and tuples of them to be recorded: {error}"
+        ) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -20,13 +20,11 @@ from forwardtune.ledger.format import (
     Header,
     Parameter,
     Row,
-    checksum,
     dump,
     pack,
-    plain_settings,
 )
 from forwardtune.ledger.run import LiveRun
-from forwardtune.ledger.store import Anchor, Fsync, Store, sync_folder
+from forwardtune.ledger.store import Anchor, Fsync, State, Store, sync_folder
 from forwardtune.ledger.tensors import Leftovers, Model, dtype_name, named_parameters
 from forwardtune.noise import Slot
 from forwardtune.optimizer import LineSearch
@@ -93,7 +91,7 @@ class Ledger:
         ledger = cls.__new__(cls)
         ledger.path, ledger.model, ledger.fsync, ledger.checkpoint_every = path, model, fsync, checkpoint_every
         ledger._pending = []
-        ledger._attach(store, run.header, optimizer, run.crc)
+        ledger._attach(store, run.header, optimizer, run.state)
         return ledger
 
     def __enter__(self) -> Ledger:
@@ -108,19 +106,20 @@ class Ledger:
         """Called by the optimizer at the start of a step."""
         if self._store is None:
             header = _header(optimizer, self.model)
-            text = header.to_json()
-            self._attach(Store.create(self.path, text, self.fsync), header, optimizer, checksum(0, text.encode(), None))
+            self._attach(Store.create(self.path, header.to_json(), self.fsync), header, optimizer)
         elif self.checkpoint_every and self._next > self._anchored and self._next % self.checkpoint_every == 0:
             self._checkpoint()
 
-    def _attach(self, store: Store, header: Header, optimizer: LineSearch, crc: int) -> None:
-        """Binds a file to the optimizer whose steps it will hold; `crc` is that of all it holds so far."""
+    def _attach(self, store: Store, header: Header, optimizer: LineSearch, states: Iterable[State] = ()) -> None:
+        """Binds a file to the optimizer whose steps it will hold; `states` are those it has left behind so far."""
         self._store, self._header, self._optimizer = store, header, optimizer
-        self._slots = optimizer.field.slots
-        self._leftovers = Leftovers(self.model, optimizer.field.devices)
-        self._settings = [_settings(group) for group in optimizer.param_groups]
+        self._slots = optimizer.slots
+        self._leftovers = Leftovers(self.model, optimizer.field.devices, states)
+        self._watched = [
+            _Watched(group, recorded.numbers)
+            for group, recorded in zip(optimizer.param_groups, header.groups, strict=True)
+        ]
         self._next = self._anchored = optimizer.param_groups[0]["run"]["step"]
-        self._crc = crc
         self._names = [parameter.names[0] for parameter in header.parameters]
 
     def record(self, optimizer: LineSearch, record: StepRecord) -> None:
@@ -128,42 +127,45 @@ class Ledger:
         if record.raised:
             # Written with the next step: if the process ends here, the step never was, and a resumed run repeats it.
             if self._store and self._is_next(optimizer, record):
-                row, settings = self._row(optimizer, record)
-                self._pending.append(row)
-                self._accept(row, settings)
+                self._pending.append(self._row(optimizer, record, left=False))
+                self._next += 1
             return
         if self._store is None:
             raise LedgerError(f"{self.path} is closed; open it again with ft.resume")
         if not self._is_next(optimizer, record):
             raise self._stranger(optimizer, record)
-        row, settings = self._row(optimizer, record)
-        states = self._leftovers.changed()
+        left = self._leftovers.changed()
+        watched = self._watched
+        self._pending.append(self._row(optimizer, record, left))
         try:
-            self._store.append([*self._pending, row], states)
+            self._store.append(self._pending, record.step, list(self._leftovers.states.values()) if left else ())
         except BaseException:
-            self._leftovers.forget(states)
+            self._pending.pop()
+            self._watched = watched
+            self._leftovers.forget()
             raise
         self._pending.clear()
-        self._accept(row, settings)
+        self._next += 1
 
-    def _row(self, optimizer: LineSearch, record: StepRecord) -> tuple[Row, list[dict[str, Any]]]:
-        settings = [_settings(group) for group in optimizer.param_groups]
-        changed = None
-        if settings != self._settings:
-            pairs = zip(settings, self._settings, strict=True)
-            changed = dump([_difference(new, old) for new, old in pairs], "settings of a parameter group")
-        numbers = pack(record)
-        return Row(record.step, checksum(self._crc, numbers, changed), numbers, changed), settings
-
-    def _accept(self, row: Row, settings: list[dict[str, Any]]) -> None:
-        self._crc, self._next, self._settings = row.crc, row.step + 1, settings
+    def _row(self, optimizer: LineSearch, record: StepRecord, left: bool) -> Row:
+        numbers: list[float] = []
+        changes = False
+        for group, watched in zip(optimizer.param_groups, self._watched, strict=True):
+            numbers += [group[name] for name in watched.numbers]
+            changes = changes or watched.differs_from(group)
+        text = None
+        if changes:
+            pairs = zip(optimizer.param_groups, self._watched, strict=True)
+            self._watched = [_Watched(group, watched.numbers) for group, watched in pairs]
+            text = dump([watched.others for watched in self._watched])
+        return Row(pack(record, left, numbers), text)
 
     def _is_next(self, optimizer: LineSearch, record: StepRecord) -> bool:
         return optimizer is self._optimizer and record.step == self._next and self._covers(optimizer)
 
     def _covers(self, optimizer: LineSearch) -> bool:
         """Whether the optimizer still moves what the header says."""
-        slots = optimizer.field.slots
+        slots = optimizer.slots
         if slots is self._slots:
             return True
         same = [_kind(slot) for slot in slots] == [_kind(slot) for slot in self._slots]
@@ -190,7 +192,7 @@ class Ledger:
         """
         if self._store is None:
             return
-        if self._next > self._anchored and not self._pending and not self._store.inherited:
+        if self._next > self._anchored and not self._pending and self._store.is_open:
             self._store.anchor(Anchor(self._next, combined(digests(slot.tensor for slot in self._slots)), False))
         self._store.close()
         self._store = None
@@ -199,8 +201,9 @@ class Ledger:
         """Saves the weights, then says so, then removes the checkpoint before."""
         if self._store is None:
             return
-        self._store.append(self._pending, ())
-        self._pending.clear()
+        if self._pending:
+            self._store.append(self._pending, self._next - 1)
+            self._pending.clear()
         file, old = (checkpoint_path(self.path, step) for step in (self._next, self._anchored))
         new = file.with_name(f".{file.name}.new")
         tensors = {name: slot.tensor.detach().contiguous() for name, slot in zip(self._names, self._slots, strict=True)}
@@ -238,13 +241,19 @@ def _kind(slot: Slot) -> tuple[object, ...]:
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's settings, and whatever else it holds that is plain, such as a scheduler's `initial_lr`."""
-    return plain_settings(
-        {name: plain(value) for name, value in group.items()}, [n for n in group if n not in NOT_SETTINGS]
-    )
+    values = {name: plain(value) for name, value in group.items() if name not in NOT_SETTINGS}
+    return {name: value for name, value in values.items() if isinstance(value, str | int | float | None)}
 
 
-def _difference(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in new.items() if name not in old or old[name] != value}
+class _Watched:
+    """A group's settings: the numbers, which every step has, and the others, which are recorded when they change."""
+
+    def __init__(self, group: Mapping[str, Any], numbers: list[str]) -> None:
+        self.numbers, self._size = numbers, len(group)
+        self.others = {name: value for name, value in _settings(group).items() if name not in numbers}
+
+    def differs_from(self, group: Mapping[str, Any]) -> bool:
+        return len(group) != self._size or any(group[name] != value for name, value in self.others.items())
 
 
 def _header(optimizer: LineSearch, model: Model) -> Header:
@@ -264,9 +273,9 @@ def _header(optimizer: LineSearch, model: Model) -> Header:
             )
         own = tuple(names[id(tensor)][0] for tensor in group["params"])
         memory = {**group["memory"]}
-        dump(memory, "what a search remembers")
+        dump(memory)
         groups.append(Group(own, "param_names" in group, _settings(group), memory))
-    slots = optimizer.field.slots
+    slots = optimizer.slots
     parameters = tuple(
         Parameter(
             tuple(by_memory[slot.tensor.data_ptr(), slot.tensor.shape, slot.tensor.stride()]),
@@ -280,7 +289,7 @@ def _header(optimizer: LineSearch, model: Model) -> Header:
     )
     return Header(
         method=run["method"],
-        defaults=plain_settings(optimizer.defaults, list(optimizer.defaults)),
+        defaults=_settings(optimizer.defaults),
         seed=run["seed"],
         distribution=run["distribution"],
         directions=run["directions"],

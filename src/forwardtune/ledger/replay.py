@@ -66,11 +66,11 @@ def replay(
     start = standing(run, weights)
     buffers = named_buffers(model)
     advance(run, weights, start, end, backend=backend, progress=progress)
-    if end == run.end:
+    if end == run.state_end:
         restore_buffers(run.state, buffers)
     elif any(state.name.startswith(BUFFER) for state in run.state):
         warnings.warn(
-            f"the run changed buffers of the model, which are known for its end ({run.end}) only; "
+            f"the run changed buffers of the model, which are known after step {run.state_end} only; "
             "they are left as they were",
             RuntimeWarning,
             stacklevel=2,

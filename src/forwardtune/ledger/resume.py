@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,8 @@ from forwardtune.ledger.fingerprint import combined, digests
 from forwardtune.ledger.format import Header
 from forwardtune.ledger.recorder import Ledger, check_policy, checkpoint_path
 from forwardtune.ledger.replay import Progress, advance, standing
-from forwardtune.ledger.run import LiveRun, check_file, is_live, read_live
-from forwardtune.ledger.store import Fsync, Store
+from forwardtune.ledger.run import LiveRun, check_file, is_live
+from forwardtune.ledger.store import Fsync, Store, errors, read_slots
 from forwardtune.ledger.tensors import (
     Model,
     named_buffers,
@@ -38,6 +39,7 @@ def resume(
     backend: str = "auto",
     fsync: Fsync = "timed",
     checkpoint_every: int | None = None,
+    repair: bool = False,
     progress: Progress | None = None,
 ) -> tuple[LineSearch, int]:
     """An optimizer that goes on with a recorded run, and the number of its next step.
@@ -52,6 +54,8 @@ def resume(
         ledger: the live file.
         backend: what moves the weights, in the replay and in the run; see :class:`forwardtune.RunOptions`.
         fsync, checkpoint_every: as for :class:`forwardtune.Ledger`.
+        repair: go on from the last step from which it is possible, if the file is damaged or its last state lost (the
+            machine crashed, not the process). The file as it was is kept, with ``.damaged`` added to its name.
         progress: called now and then with the part of the replay that is done.
     """
     check_policy(fsync, checkpoint_every)
@@ -61,12 +65,10 @@ def resume(
             f"{path} is an exported ledger, which holds what a replay needs but not the state of the run; "
             "resume the live file, or replay this one and begin a new run"
         )
-    _check_damage(path, read_live(path))
     store = Store(path, fsync)
     try:
-        contents = store.contents()
-        run = LiveRun(contents)
-        _check_damage(path, run)
+        run = _sound(path, store, repair)
+        store.use_slot(run.slot)
         tensors = named_parameters(model)
         weights = weights_of(run.header, tensors)
         start = _start(run, weights, path)
@@ -75,7 +77,6 @@ def resume(
         _relive(optimizer, run)
         restore_buffers(run.state, named_buffers(model))
         restore_generators(run.state)
-        store.number_states([state.name for state in run.state])
         optimizer.recorder = Ledger._resumed(path, model, fsync, checkpoint_every, store, run, optimizer)
     except BaseException:
         store.close()
@@ -83,12 +84,26 @@ def resume(
     return optimizer, run.end
 
 
-def _check_damage(path: Path, run: LiveRun) -> None:
-    if run.damage:
-        raise LedgerError(
-            f"{path} is damaged ({run.damage}) and cannot be resumed; its steps up to {run.end} are sound and can be "
-            f"replayed (until={run.end}) or exported"
-        )
+def _sound(path: Path, store: Store, repair: bool) -> LiveRun:
+    """The run, its file ending where the next step will be written."""
+    contents = store.contents()
+    run = LiveRun(contents, read_slots(path))
+    if run.damage or run.state_end < run.end:
+        complaint = run.damage or f"the state that it left after step {run.end} is not in {path}.state0 or .state1"
+        if not repair:
+            raise LedgerError(
+                f"{path} cannot be resumed: {complaint}. Its steps up to {run.end} are sound and can be replayed "
+                f"(until={run.end}); resume(..., repair=True) goes on from step {run.state_end}"
+            )
+        kept = path.with_name(f"{path.name}.damaged")
+        with errors(f"{path} cannot be repaired"):
+            if kept.exists():
+                raise FileExistsError(f"{kept} is there already")
+            shutil.copyfile(path, kept)
+        run.end, run.damage = run.state_end, None
+        run.anchors = [anchor for anchor in run.anchors if anchor.step <= run.end]
+    store.cut(contents.marks[run.end - run.header.step])
+    return run
 
 
 def _start(run: LiveRun, weights: list[Tensor], path: Path) -> int:
@@ -134,7 +149,7 @@ def _optimizer(header: Header, tensors: dict[str, Tensor], backend: str) -> Line
     except (ForwardTuneError, TypeError) as error:
         raise LedgerError(f"the run's {header.method} cannot be made again: {error}") from error
     theirs = {p.number: p for p in header.parameters}
-    ours = {slot.parameter: slot.group for slot in optimizer.field.slots}
+    ours = {slot.parameter: slot.group for slot in optimizer.slots}
     for number in sorted(theirs.keys() ^ ours.keys()):
         name = theirs[number].names[0] if number in theirs else f"parameter {number}"
         here = "does not move here" if number in theirs else "moves here"
@@ -155,7 +170,7 @@ def _kinds(kind: type[LineSearch]) -> Iterator[type[Any]]:
 
 def _relive(optimizer: LineSearch, run: LiveRun) -> None:
     for step in range(run.header.step, run.end):
-        for group, changes in zip(optimizer.param_groups, run.changed_settings(step), strict=True):
+        for group, changes in zip(optimizer.param_groups, run.settings(step), strict=True):
             group.update(changes)
         try:
             optimizer.relive(run.record(step))

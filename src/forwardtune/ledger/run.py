@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from forwardtune.errors import LedgerError
 from forwardtune.ledger import store
-from forwardtune.ledger.format import Header, frozen, unpack
+from forwardtune.ledger.format import Header, frozen, left_behind, unpack
 from forwardtune.ledger.store import Anchor, Contents, State
 from forwardtune.record import StepRecord
 
@@ -25,7 +24,8 @@ class Run(ABC):
     damage: str | None = None
     """What is wrong with the steps from `end` on."""
     state: list[State]
-    """What the run left behind beside its weights, at its end."""
+    """What the run left behind beside its weights, after step `state_end`."""
+    state_end: int
     anchors: list[Anchor]
     has_losses: bool
     """Whether the loss of every probe is known, or only that of the step."""
@@ -52,24 +52,32 @@ class Run(ABC):
 
 
 class LiveRun(Run):
-    """A run from the file that it is written to."""
+    """A run from the file that it is written to; `slot` holds its state."""
 
     has_losses = True
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: Contents, slots: Mapping[int, tuple[int, list[State]]]) -> None:
         self.header = Header.from_json(contents.header)
-        self._rows, self.damage = contents.rows, contents.damage
-        self.state, self.anchors = contents.state, contents.anchors
-        if self._rows and self._rows[0].step != self.header.step:
-            self._rows, self.damage = [], self.damage or f"step {self.header.step} is missing"
+        self._rows, self.damage, self.anchors = contents.rows, contents.damage, contents.anchors
         self.end = self.header.step + len(self._rows)
-        self.crc = self._rows[-1].crc if self._rows else zlib.crc32(contents.header.encode())
+        self.state, self.slot, self.state_end = [], 0, self.header.step
+        for number, (step, states) in sorted(slots.items(), key=lambda item: item[1][0]):
+            if self.header.step <= step < self.end and left_behind(self._rows[step - self.header.step].numbers):
+                self.state, self.slot, self.state_end = states, number, self._next_left(step + 1)
+        if not self.state:
+            self.state_end = self._next_left(self.header.step)
+
+    def _next_left(self, step: int) -> int:
+        """The first step from this one on that left another state behind, or the end."""
+        lefts = (i for i in range(step, self.end) if left_behind(self._rows[i - self.header.step].numbers))
+        return next(lefts, self.end)
 
     def record(self, step: int) -> StepRecord:
-        return unpack(step, self._rows[step - self.header.step].numbers, self.header)
+        return unpack(step, self._rows[step - self.header.step].numbers, self.header)[0]
 
-    def changed_settings(self, step: int) -> list[dict[str, Any]]:
-        """The settings of each group that were new in a step."""
+    def settings(self, step: int) -> list[dict[str, Any]]:
+        """The settings of each group in a step, but for those that are no numbers and as in the step before."""
+        _, numbers = unpack(step, self._rows[step - self.header.step].numbers, self.header)
         text = self._rows[step - self.header.step].settings
         try:
             changes = frozen(json.loads(text)) if text else [{} for _ in self.header.groups]
@@ -77,7 +85,7 @@ class LiveRun(Run):
                 raise ValueError(f"not one for each of {len(self.header.groups)} groups")
         except (ValueError, TypeError, RecursionError) as error:
             raise LedgerError(f"the settings of step {step} make no sense ({error})") from error
-        return list(changes)
+        return [{**change, **own} for change, own in zip(changes, numbers, strict=True)]
 
 
 def check_file(path: str | os.PathLike[str]) -> Path:
@@ -94,7 +102,5 @@ def is_live(file: Path) -> bool:
 
 
 def read_live(file: Path) -> LiveRun:
-    try:
-        return LiveRun(store.read(file))
-    except LedgerError as error:
-        raise LedgerError(f"{file}: {error}") from error
+    slots = store.read_slots(file)  # first: if a run is writing, a step that comes after them has its state, too
+    return LiveRun(store.read(file), slots)

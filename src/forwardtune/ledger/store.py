@@ -1,47 +1,44 @@
-"""The live file: an SQLite database in WAL mode, with one writer.
+"""The live file: an append-only journal with one writer, and two slots for what a run leaves behind.
 
-The writer holds SQLite's exclusive lock, which the system takes back when the process ends, however it ends. A step
-is a transaction of its own and in the hands of the system when `append` returns; `fsync` tells when it is on the disk.
+The journal is a magic word and records, each framed as
 
-Readers look at a private copy of the file and its WAL: they need no lock and no permission to write, and they leave a
-damaged file as it is.
+    length, its complement, CRC-32 (little-endian uint32), payload
+
+The CRC is that of the payload and of all payloads before it. The first byte of a payload tells what it is: the header
+(JSON), a step, the settings that changed before the step that follows (JSON), or an anchor (JSON). A step is in the
+hands of the operating system when `append` returns; `fsync` tells when it is on the disk. Whatever cuts or changes the
+file, its records up to the first that is not sound are the run up to there.
+
+States (of generators and buffers) may be large and only the last counts, so they are not in the journal. Two files hold
+them in turn, written before the step that they belong to: one of the two is always whole.
 """
 
 from __future__ import annotations
 
-import ctypes
+import json
 import os
-import shutil
-import sqlite3
-import tempfile
+import struct
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-from weakref import WeakValueDictionary
+from typing import Literal
+from weakref import WeakSet
 
 from forwardtune.errors import LedgerError
-from forwardtune.ledger.format import SCHEMA, Row, checksum
+from forwardtune.ledger.format import SCHEMA, Row
 
 Fsync = int | Literal["timed", "never"]
 TIMED = 5.0
 """Seconds after which the next step is synced, under the policy "timed"."""
 
-MAGIC = b"SQLite format 3\0"
-APPLICATION = 0x46544C47
-PAGE = 1024
-TABLES = (
-    "CREATE TABLE header (id INTEGER PRIMARY KEY, json TEXT NOT NULL, crc INTEGER NOT NULL)",
-    "CREATE TABLE steps (step INTEGER PRIMARY KEY, crc INTEGER NOT NULL, numbers BLOB NOT NULL, settings TEXT)",
-    "CREATE TABLE state (id INTEGER PRIMARY KEY, name TEXT NOT NULL, dtype TEXT NOT NULL, shape TEXT NOT NULL, "
-    "value BLOB NOT NULL, crc INTEGER NOT NULL)",
-    "CREATE TABLE anchors (step INTEGER PRIMARY KEY, digest TEXT NOT NULL, checkpoint INTEGER NOT NULL, "
-    "crc INTEGER NOT NULL)",
-)
-STEP = "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?)"
+MAGIC = b"forwardtune journal\0"
+FRAME = struct.Struct("<III")
+SLOT = struct.Struct("<QIII")
+FULL = 0xFFFFFFFF
+HEADER, STEP, SETTINGS, ANCHOR = b"H", b"S", b"C", b"A"
 
 
 @dataclass(frozen=True)
@@ -50,12 +47,8 @@ class State:
 
     name: str
     dtype: str
-    shape: str
+    shape: tuple[int, ...]
     value: bytes
-
-    @property
-    def crc(self) -> int:
-        return zlib.crc32(self.value, zlib.crc32(f"{self.name}\0{self.dtype}\0{self.shape}".encode()))
 
 
 @dataclass(frozen=True)
@@ -66,19 +59,16 @@ class Anchor:
     digest: str
     checkpoint: bool
 
-    @property
-    def crc(self) -> int:
-        return zlib.crc32(f"{self.step}\0{self.digest}\0{self.checkpoint:d}".encode())
-
 
 @dataclass
 class Contents:
-    """What a file holds: the sound steps, and what is wrong with the rest."""
+    """What a file holds: all that is sound, how far it reaches, and what is wrong with the rest."""
 
-    header: str
+    header: str = ""
     rows: list[Row] = field(default_factory=list)
-    state: list[State] = field(default_factory=list)
     anchors: list[Anchor] = field(default_factory=list)
+    marks: list[tuple[int, int]] = field(default_factory=list)
+    """The size and the CRC of the file up to its header, and up to each step with what follows it."""
     damage: str | None = None
 
 
@@ -86,213 +76,238 @@ class Store:
     """A file that is open for writing."""
 
     def __init__(self, path: Path, fsync: Fsync) -> None:
-        self.path, self.fsync = path, fsync
-        self.inherited = False
+        self.path, self.fsync, self.is_open = path, fsync, True
         self._since, self._synced = 0, time.monotonic()
-        self._numbers: dict[str, int] = {}
-        with _errors(f"{path} cannot be opened for writing"):
-            self._connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
-            run = self._connection.execute
-            run("PRAGMA locking_mode = EXCLUSIVE")
-            run("PRAGMA journal_mode = WAL")
-            run("PRAGMA wal_autocheckpoint = 4000")
-            run("PRAGMA fullfsync = 1")
-            run("BEGIN IMMEDIATE")
-            run("COMMIT")
-            self._synchronous("FULL" if fsync == 1 else "OFF" if fsync == "never" else "NORMAL")
-        _writers[_identity(path)] = self
+        with errors(f"{path} cannot be opened for writing"):
+            self._file = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
+            try:
+                _lock(self._file, path)
+                self._slots = [os.open(slot, os.O_RDWR | os.O_CREAT, 0o666) for slot in slot_paths(path)]
+            except BaseException:
+                os.close(self._file)
+                raise
+        self._slot = 0
+        self._dirty: set[int] = set()
+        _writers.add(self)
 
     @staticmethod
     def create(path: Path, header: str, fsync: Fsync) -> Store:
         """Makes a file that is there with its whole header or not at all."""
         new = path.with_name(f".{path.name}.{os.getpid()}.new")
-        with _errors(f"{path} cannot be created"):
-            new.unlink(missing_ok=True)
+        payload = HEADER + bytes([SCHEMA]) + header.encode()
+        with errors(f"{path} cannot be created"):
             try:
-                with closing(sqlite3.connect(new, isolation_level=None)) as connection:
-                    connection.execute(f"PRAGMA page_size = {PAGE}")
-                    connection.execute(f"PRAGMA application_id = {APPLICATION}")
-                    connection.execute(f"PRAGMA user_version = {SCHEMA}")
-                    connection.execute("BEGIN")
-                    for table in TABLES:
-                        connection.execute(table)
-                    connection.execute("INSERT INTO header VALUES (0, ?, ?)", (header, zlib.crc32(header.encode())))
-                    connection.execute("COMMIT")
+                new.write_bytes(MAGIC + frame(payload, 0)[0])
+                for slot in slot_paths(path):
+                    slot.unlink(missing_ok=True)
                 publish(new, path)
             finally:
                 new.unlink(missing_ok=True)
-        return Store(path, fsync)
+        store = Store(path, fsync)
+        store.contents()
+        return store
 
     def contents(self) -> Contents:
-        with _errors(f"{self.path} cannot be read"):
-            return _contents(self._connection)
+        """All that is in the file; the next record goes behind what is sound."""
+        contents = read(self.path)
+        self._end, self._crc = contents.marks[-1]
+        return contents
 
-    def append(self, rows: Sequence[Row], state: Sequence[State]) -> None:
-        """Adds steps, and what they left behind, in one transaction."""
-        with _errors(f"{self.path} cannot be written"):
-            self._check_process()
-            run = self._connection.execute
-            sync = self._due(len(rows))
-            if sync:
-                self._synchronous("FULL")
-            try:
-                if len(rows) == 1 and not state:
-                    run(STEP, (rows[0].step, rows[0].crc, rows[0].numbers, rows[0].settings))
-                else:
-                    run("BEGIN")
-                    for row in rows:
-                        run(STEP, (row.step, row.crc, row.numbers, row.settings))
-                    for item in state:
-                        number = self._numbers.setdefault(item.name, len(self._numbers))
-                        values = number, item.name, item.dtype, item.shape, item.value, item.crc
-                        run("INSERT OR REPLACE INTO state VALUES (?, ?, ?, ?, ?, ?)", values)
-                    run("COMMIT")
-            except BaseException:
-                if self._connection.in_transaction:
-                    run("ROLLBACK")
-                raise
-            finally:
-                if sync:
-                    self._synchronous("NORMAL")
-            self._since = 0 if sync else self._since + len(rows)
-
-    def number_states(self, names: Sequence[str]) -> None:
-        """Continues the numbering of states that are there."""
-        self._numbers = {name: number for number, name in enumerate(names)}
+    def append(self, rows: Sequence[Row], step: int, states: Sequence[State] = ()) -> None:
+        """Adds steps, the last of which is `step`, and what that one left behind."""
+        crc, frames = self._crc, b""
+        for row in rows:
+            if row.settings:
+                framed, crc = frame(SETTINGS + row.settings.encode(), crc)
+                frames += framed
+            framed, crc = frame(STEP + row.numbers, crc)
+            frames += framed
+        if states:
+            self._write_states(step, states)
+        self._write(frames, crc)
+        if self._due(len(rows)):
+            self.sync()
 
     def anchor(self, anchor: Anchor) -> None:
-        """Adds a fingerprint; only the latest checkpoint counts."""
-        with _errors(f"{self.path} cannot be written"):
-            self._check_process()
-            values = anchor.step, anchor.digest, int(anchor.checkpoint), anchor.crc
-            self._connection.execute("INSERT OR REPLACE INTO anchors VALUES (?, ?, ?, ?)", values)
+        text = json.dumps([anchor.step, anchor.digest, anchor.checkpoint])
+        self._write(*frame(ANCHOR + text.encode(), self._crc))
+
+    def _write(self, frames: bytes, crc: int) -> None:
+        try:
+            if not self.is_open:
+                raise LedgerError(f"{self.path} is closed, or belongs to the process that this one was forked from")
+            written = os.pwrite(self._file, frames, self._end)
+            if written != len(frames):
+                raise OSError(f"only {written} of {len(frames)} bytes could be written")
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self._file, self._end)
+            raise LedgerError(
+                f"{self.path} cannot be written ({error}). Nothing recorded is lost; see to the disk and try again"
+            ) from error
+        self._crc, self._end = crc, self._end + len(frames)
+
+    def _write_states(self, step: int, states: Sequence[State]) -> None:
+        """Into the older slot."""
+        index = json.dumps([(state.name, state.dtype, state.shape, len(state.value)) for state in states]).encode()
+        body = index + b"".join(state.value for state in states)
+        slot = SLOT.pack(step, len(index), len(body), zlib.crc32(body, step & FULL)) + body
+        with errors(f"{self.path} cannot be written"):
+            if self.is_open and os.pwrite(self._slots[1 - self._slot], slot, 0) != len(slot):
+                raise OSError("the state could not be written whole")
+        self._slot = 1 - self._slot
+        self._dirty.add(self._slot)
+
+    def use_slot(self, number: int) -> None:
+        """This slot holds the latest states: it will be overwritten last."""
+        self._slot = number
+
+    def sync(self) -> None:
+        """Forces all to the disk, states first."""
+        with errors(f"{self.path} cannot be forced to the disk"):
+            for number in self._dirty:
+                os.fsync(self._slots[number])
+            self._dirty.clear()
+            os.fsync(self._file)
+        self._since, self._synced = 0, time.monotonic()
+
+    def cut(self, mark: tuple[int, int]) -> None:
+        """Removes what is behind a mark; it has been read and is not needed, or was never finished."""
+        with errors(f"{self.path} cannot be written"):
+            os.ftruncate(self._file, mark[0])
+        self._end, self._crc = mark
 
     def close(self) -> None:
-        """Folds the WAL into the file; in a forked child it does nothing."""
-        if not self.inherited:
-            with _errors(f"{self.path} cannot be closed"):
-                self._synchronous("OFF" if self.fsync == "never" else "FULL")
-                self._connection.close()
-        _writers.pop(_identity(self.path), None)
+        if self.is_open:
+            try:
+                if self.fsync != "never":
+                    self.sync()
+            finally:
+                self.disown()
 
-    def _check_process(self) -> None:
-        if self.inherited:
-            raise LedgerError(f"{self.path} belongs to the process that opened it, not to one forked from it")
+    def disown(self) -> None:
+        """Gives the files up as they are."""
+        self.is_open = False
+        for descriptor in (self._file, *self._slots):
+            os.close(descriptor)
+        _writers.discard(self)
 
     def _due(self, rows: int) -> bool:
+        self._since += rows
         if self.fsync == "timed":
-            now = time.monotonic()
-            if now - self._synced < TIMED:
-                return False
-            self._synced = now
-            return True
-        return isinstance(self.fsync, int) and self.fsync > 1 and self._since + rows >= self.fsync
+            return time.monotonic() - self._synced >= TIMED
+        return self.fsync != "never" and self._since >= self.fsync
 
-    def _synchronous(self, level: str) -> None:
-        self._connection.execute(f"PRAGMA synchronous = {level}")
+
+def frame(payload: bytes, crc: int) -> tuple[bytes, int]:
+    """A payload as it is written, and the CRC up to it."""
+    crc = zlib.crc32(payload, crc)
+    return FRAME.pack(len(payload), len(payload) ^ FULL, crc) + payload, crc
 
 
 def read(path: Path) -> Contents:
     """What a live file holds, whether or not a run is writing it."""
-    writer = _writers.get(_identity(path))
-    if writer:  # opening and closing the file once more in this process would give up its lock
-        return writer.contents()
-    with (
-        tempfile.TemporaryDirectory(prefix="forwardtune") as folder,
-        _errors(f"{path} cannot be read"),
-        closing(sqlite3.connect(_snapshot(path, Path(folder)), isolation_level=None)) as connection,
-    ):
-        return _contents(connection)
-
-
-def _snapshot(path: Path, folder: Path) -> Path:
-    """A copy of the file as it was after its last checkpoint, and of the WAL since."""
-    wal = path.with_name(path.name + "-wal")
-    for _ in range(100):
-        before = path.stat()
-        shutil.copyfile(path, folder / "ledger")
+    with errors(f"{path} cannot be read"):
+        data = path.read_bytes()
+    if not data.startswith(MAGIC):
+        raise LedgerError(f"{path} is not a ledger, or its first bytes are damaged")
+    contents = Contents()
+    settings = None
+    end, crc = len(MAGIC), 0
+    while True:
+        payload, crc, complaint = _next(data, end, crc)
+        if payload is None:
+            contents.damage = complaint
+            break
+        kind, body = payload[:1], payload[1:]
+        end += FRAME.size + len(payload)
         try:
-            shutil.copyfile(wal, folder / "ledger-wal")
-        except FileNotFoundError:
-            (folder / "ledger-wal").unlink(missing_ok=True)
-        after = path.stat()
-        if (before.st_mtime_ns, before.st_size) == (after.st_mtime_ns, after.st_size):
-            return folder / "ledger"
-    raise LedgerError(f"{path} is being written faster than it can be read; try again")
-
-
-def _contents(connection: sqlite3.Connection) -> Contents:
-    run = connection.execute
-    for pragma in ("trusted_schema = OFF", "cell_size_check = ON"):
-        run(f"PRAGMA {pragma}")
-    if run("PRAGMA application_id").fetchone() != (APPLICATION,):
-        raise LedgerError("this is a database, but not a ledger")
-    (schema,) = run("PRAGMA user_version").fetchone()
-    if schema > SCHEMA:
-        raise LedgerError(
-            f"this ledger has format {schema}, this forwardtune knows up to {SCHEMA}; install a newer one"
-        )
-    if sorted(sql for (sql,) in run("SELECT sql FROM sqlite_master")) != sorted(TABLES):
-        raise LedgerError("this is not a ledger as forwardtune makes it, or its first pages are damaged")
-    header = run("SELECT json, crc FROM header").fetchall()
-    if len(header) != 1 or not isinstance(header[0][0], str) or zlib.crc32(header[0][0].encode()) != header[0][1]:
-        raise LedgerError("the ledger's header is damaged; nothing in it can be trusted")
-    contents = Contents(header[0][0])
-    try:
-        contents.damage = _read_steps(connection, contents)
-        for name, dtype, shape, value, crc in run("SELECT name, dtype, shape, value, crc FROM state ORDER BY id"):
-            state = State(*_typed((name, str), (dtype, str), (shape, str), (value, bytes)))
-            contents.damage = contents.damage or _complaint(state.crc == crc, f"the state of {name} is damaged")
-            contents.state.append(state)
-        for step, digest, checkpoint, crc in run("SELECT step, digest, checkpoint, crc FROM anchors ORDER BY step"):
-            anchor = Anchor(*_typed((step, int), (digest, str), (bool(checkpoint), bool)))
-            contents.damage = contents.damage or _complaint(anchor.crc == crc, f"the anchor at {step} is damaged")
-            contents.anchors.append(anchor)
-        (check,) = run("PRAGMA integrity_check(1)").fetchone()
-        contents.damage = contents.damage or _complaint(check == "ok", check)
-    except (sqlite3.DatabaseError, TypeError, UnicodeError) as error:
-        contents.damage = contents.damage or str(error)
+            if kind == HEADER and not contents.header:
+                _check_schema(body[0], path)
+                contents.header = body[1:].decode()
+                contents.marks.append((end, crc))
+            elif kind == SETTINGS and contents.header:
+                settings = body.decode()
+                continue
+            elif kind == STEP and contents.header:
+                contents.rows.append(Row(body, settings))
+                contents.marks.append((end, crc))
+            elif kind == ANCHOR and contents.header:
+                step, digest, checkpoint = json.loads(body)
+                contents.anchors.append(Anchor(int(step), str(digest), bool(checkpoint)))
+                contents.marks[-1] = end, crc
+            else:
+                raise ValueError(f"a record of kind {kind!r}")
+        except (ValueError, TypeError, IndexError, RecursionError) as error:
+            contents.damage = str(error)
+            break
+        settings = None
+    if not contents.header:
+        raise LedgerError(f"the header of {path} is damaged; nothing in it can be trusted")
     return contents
 
 
-def _read_steps(connection: sqlite3.Connection, contents: Contents) -> str | None:
-    """Reads steps as long as they are sound; what is wrong with the first that is not."""
-    crc = zlib.crc32(contents.header.encode())
-    for step, claimed, numbers, settings in connection.execute("SELECT * FROM steps ORDER BY step"):
-        if contents.rows and step != contents.rows[-1].step + 1:
-            return f"step {contents.rows[-1].step + 1} is missing"
-        row = Row(*_typed((step, int), (claimed, int), (numbers, bytes), (settings, str | None)))
-        crc = checksum(crc, numbers, settings)
-        if claimed != crc:
-            return f"step {step} is damaged"
-        contents.rows.append(row)
-    return None
+def _next(data: bytes, at: int, crc: int) -> tuple[bytes | None, int, str | None]:
+    """The payload at a place, if it is sound; if it is not, what is wrong unless it was just never finished."""
+    rest = len(data) - at
+    if rest < FRAME.size:
+        return None, crc, None
+    length, complement, claimed = FRAME.unpack_from(data, at)
+    if length ^ complement != FULL:
+        unwritten = not any(data[at:])  # blocks that were allocated when the machine went down
+        return None, crc, None if unwritten else f"the record at byte {at} is damaged"
+    if length > rest - FRAME.size:
+        return None, crc, None
+    payload = data[at + FRAME.size : at + FRAME.size + length]
+    if not payload or zlib.crc32(payload, crc) != claimed:
+        return None, crc, f"the record at byte {at} is damaged"
+    return payload, claimed, None
 
 
-def _typed(*pairs: tuple[Any, Any]) -> list[Any]:
-    """The values, which in SQLite may be of any type, if they are of the types they should be."""
-    for value, kind in pairs:
-        if not isinstance(value, kind):
-            raise TypeError(f"{type(value).__name__} where {kind} should be")
-    return [value for value, _ in pairs]
+def _check_schema(schema: int, path: Path) -> None:
+    if schema > SCHEMA:
+        raise LedgerError(f"{path} has format {schema}, newer than {SCHEMA}; install a newer forwardtune")
 
 
-def _complaint(sound: bool, otherwise: str) -> str | None:
-    return None if sound else otherwise
+def slot_paths(path: Path) -> list[Path]:
+    return [path.with_name(f"{path.name}.state{number}") for number in range(2)]
+
+
+def read_slots(path: Path) -> dict[int, tuple[int, list[State]]]:
+    """The slots that are whole: their number, the step that they belong to, and their states."""
+    found = {}
+    for number, slot in enumerate(slot_paths(path)):
+        try:
+            data = slot.read_bytes()
+            step, index, size, claimed = SLOT.unpack_from(data)
+            body = data[SLOT.size : SLOT.size + size]
+            if len(body) == size and zlib.crc32(body, step & FULL) == claimed:
+                found[number] = step, list(_states(body, index))
+        except (OSError, struct.error, ValueError, TypeError, RecursionError):
+            continue
+    return found
+
+
+def _states(body: bytes, index: int) -> Iterator[State]:
+    at = index
+    for name, dtype, shape, size in json.loads(body[:index]):
+        yield State(str(name), str(dtype), tuple(int(n) for n in shape), body[at : at + size])
+        at += size
 
 
 def publish(new: Path, path: Path) -> None:
     """Gives a finished file its name, safely on the disk; a file that is there already stays."""
     with open(new, "rb+") as file:
         os.fsync(file.fileno())
+    taken = f"{path} is there already; choose another name or remove it"
     try:
         os.link(new, path)
         new.unlink()
     except FileExistsError:
-        raise LedgerError(f"{path} is there already; choose another name or remove it") from None
+        raise LedgerError(taken) from None
     except OSError:  # a file system without links
         if path.exists():
-            raise LedgerError(f"{path} is there already; choose another name or remove it") from None
+            raise LedgerError(taken) from None
         new.rename(path)
     sync_folder(path.parent)
 
@@ -307,35 +322,32 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _errors(what: str) -> Iterator[None]:
+def errors(what: str) -> Iterator[None]:
     try:
         yield
-    except sqlite3.OperationalError as error:
-        if "locked" in str(error):
-            raise LedgerError(f"{what}: another process is writing it; wait for that run to end or stop it") from error
-        raise LedgerError(f"{what} ({error}). Nothing recorded is lost; see to the disk and try again") from error
-    except sqlite3.DatabaseError as error:
-        raise LedgerError(f"{what} ({error}): it is damaged or no ledger") from error
     except OSError as error:
         raise LedgerError(f"{what} ({error})") from error
 
 
-def _identity(path: Path) -> tuple[int, int]:
+def _lock(descriptor: int, path: Path) -> None:
+    """Makes this process the only writer; the system takes the lock back when the process ends, however it ends."""
     try:
-        found = path.stat()
-    except OSError:
-        return (-1, -1)
-    return found.st_dev, found.st_ino
+        import fcntl
+    except ImportError:
+        raise LedgerError("ledgers are written on Linux and macOS only, for the lock that they need") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise LedgerError(f"{path} is being written by another run; wait for it to end or stop it") from None
 
 
-_writers: WeakValueDictionary[tuple[int, int], Store] = WeakValueDictionary()
+_writers: WeakSet[Store] = WeakSet()
 
 
 def _disown() -> None:
-    """In a forked child: to close the parent's connections, even by the garbage collector, would damage its files."""
-    for store in _writers.values():
-        store.inherited = True
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store._connection))
+    """In a forked child, which would keep the lock when its parent has crashed."""
+    for store in list(_writers):
+        store.disown()
 
 
 if hasattr(os, "register_at_fork"):

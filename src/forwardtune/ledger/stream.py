@@ -100,7 +100,7 @@ def _replay_copies(files: Sequence[_Mapped], run: Run, end: int, backend: str, p
         for file in {id(file): file for file in where[low:high]}.values():
             file.flush()
     check_anchor(run, weights, end)
-    if end == run.end:
+    if end == run.state_end:
         for file in files:
             saved = [state for state in run.state if state.name.removeprefix(BUFFER) in file.tensors]
             restore_buffers(saved, {name: file.tensor(name) for name in (s.name.removeprefix(BUFFER) for s in saved)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -16,6 +15,7 @@ Model = nn.Module | Mapping[str, Tensor]
 """A module, or tensors by name."""
 
 GENERATOR, BUFFER = "generator:", "buffer:"
+CPU = f"{GENERATOR}cpu"
 LARGE = 100_000
 """Buffers of more elements are taken for unchanged as long as torch's version counter says so."""
 
@@ -71,30 +71,39 @@ def _some(names: Iterable[str]) -> str:
 
 
 class Leftovers:
-    """Watches what a run changes beside its weights: torch's generators and the model's buffers."""
+    """Watches what a run changes beside its weights: torch's generators and the model's buffers.
 
-    def __init__(self, model: Model, devices: Iterable[torch.device]) -> None:
+    `states` has all that have changed since the run began.
+    """
+
+    def __init__(self, model: Model, devices: Iterable[torch.device], states: Iterable[State] = ()) -> None:
+        self.states = {state.name: state for state in states}
         self._devices = sorted((device for device in devices if device.type != "cpu"), key=str)
         self._modules = [
-            (f"{prefix}." if prefix else "", module)
+            (f"{BUFFER}{prefix}." if prefix else BUFFER, module)
             for prefix, module in (model.named_modules() if isinstance(model, nn.Module) else ())
             if module._buffers
         ]
         self._known: dict[str, object] = {}
-        self.changed()
-
-    def changed(self) -> list[State]:
-        """What is not as it was at the last call."""
-        states = [State(name, "uint8", "", value) for name, value in self._generators() if self._is_new(name, value)]
         for name, buffer in self._buffers():
-            if self._is_new(name, _look(buffer)):
-                states.append(_state(name, buffer))
-        return states
+            self._is_new(name, _look(buffer))
 
-    def forget(self, states: Iterable[State]) -> None:
-        """These have not been kept: they count as changed the next time."""
-        for state in states:
-            self._known.pop(state.name, None)
+    def changed(self) -> bool:
+        """Whether anything is not as it was at the last call."""
+        new = []
+        generator = torch.default_generator.get_state().numpy().tobytes()
+        if generator != self._known.get(CPU):
+            self._known[CPU] = generator
+            new.append(State(CPU, "uint8", (), generator))
+        if self._devices or self._modules:
+            new += [_state(name, tensor) for name, tensor in self._others() if self._is_new(name, _look(tensor))]
+        for state in new:
+            self.states[state.name] = state
+        return bool(new)
+
+    def forget(self) -> None:
+        """What was found has not been kept: all counts as changed the next time."""
+        self._known.clear()
 
     def _is_new(self, name: str, value: object) -> bool:
         known = self._known.get(name)
@@ -103,16 +112,16 @@ class Leftovers:
             self._known[name] = value.clone() if isinstance(value, Tensor) else value
         return not same
 
-    def _generators(self) -> Iterator[tuple[str, bytes]]:
-        yield f"{GENERATOR}cpu", torch.get_rng_state().numpy().tobytes()
+    def _others(self) -> Iterator[tuple[str, Tensor]]:
         for device in self._devices:
-            yield f"{GENERATOR}{device}", torch.get_device_module(device).get_rng_state(device).numpy().tobytes()
+            yield f"{GENERATOR}{device}", torch.get_device_module(device).get_rng_state(device)
+        yield from self._buffers()
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         for prefix, module in self._modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.layout == torch.strided and not nn.parameter.is_lazy(buffer):
-                    yield f"{BUFFER}{prefix}{name}", buffer
+                    yield prefix + name, buffer
 
 
 def _look(buffer: Tensor) -> object:
@@ -123,7 +132,7 @@ def _look(buffer: Tensor) -> object:
 
 def _state(name: str, tensor: Tensor) -> State:
     value = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    return State(name, dtype_name(tensor.dtype), json.dumps(list(tensor.shape)), value)
+    return State(name, dtype_name(tensor.dtype), tuple(tensor.shape), value)
 
 
 def value_of(state: State) -> Tensor:
@@ -133,7 +142,7 @@ def value_of(state: State) -> Tensor:
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"unknown dtype {state.dtype}")
         flat = torch.frombuffer(bytearray(state.value), dtype=torch.uint8) if state.value else torch.empty(0)
-        return flat.view(dtype).view(json.loads(state.shape)) if state.shape else flat
+        return flat if state.name.startswith(GENERATOR) else flat.view(dtype).view(state.shape)
     except (RuntimeError, TypeError, ValueError) as error:
         raise LedgerError(f"the ledger's state of {state.name!r} makes no sense ({error})") from error
 
@@ -157,7 +166,7 @@ def restore_buffers(states: Iterable[State], buffers: Mapping[str, Tensor]) -> N
 def restore_generators(states: Iterable[State]) -> None:
     """Puts torch's generators where the run left them."""
     for state in states:
-        if state.name == f"{GENERATOR}cpu":
+        if state.name == CPU:
             torch.set_rng_state(value_of(state))
         elif state.name.startswith(GENERATOR):
             device = torch.device(state.name.removeprefix(GENERATOR))

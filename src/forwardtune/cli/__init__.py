@@ -1,0 +1,5 @@
+"""The `forwardtune` command."""
+
+from forwardtune.cli.main import app, main
+
+__all__ = ["app", "main"]

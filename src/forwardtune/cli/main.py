@@ -1,0 +1,38 @@
+"""The command and what all its parts share: errors are told in a sentence, not in a traceback."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from forwardtune.cli.ledger import app as ledger
+from forwardtune.errors import ForwardTuneError
+
+app = typer.Typer(
+    name="forwardtune",
+    help="Fine-tune deep models with forward passes only.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(ledger, name="ledger")
+
+
+@app.callback(invoke_without_command=True)
+def version(show: bool = typer.Option(False, "--version", help="Show the version.", is_eager=True)) -> None:
+    if show:
+        from forwardtune import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    try:
+        app()
+    except ForwardTuneError as error:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", style="red", markup=False)
+        sys.exit(1)
