@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from forwardtune.errors import LedgerError
 from forwardtune.ledger.format import NOT_TAKEN, RAISED, SCHEMA, TAKEN, Header
@@ -58,7 +58,7 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], *, until: 
     metadata["crc"] = str(_checksum(arrays, metadata))
     new = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
-        save_file(arrays, new, metadata)
+        new.write_bytes(save(arrays, metadata))
         publish(new, target)
     except (OSError, SafetensorError) as error:
         raise LedgerError(f"{target} cannot be written ({error})") from error
@@ -78,16 +78,14 @@ def _table(run: Run, end: int) -> dict[str, Column]:
         "loss": np.array([r.loss for r in records], np.float64).astype(np.float32),
     }
     for d in range(directions):
-        table[f"visited.{d}"] = visited[:, d]
+        table[f"visited.{d}"] = visited[:, d].copy()
         for i in range(int(visited[:, d].max(initial=0))):
             walked = visited[:, d] > i
             for g in range(groups):
                 values = [r.lines[d][g].offsets[i] if there else 0.0 for r, there in zip(records, walked, strict=True)]
-                table[f"probe.{d}.{i}.{g}"] = _filled(np.array(values), walked)
+                table[f"probe.{d}.{i}.{g}"] = _filled(np.array(values), walked) + 0.0  # zeros without a sign
         for g in range(groups):
-            taken = table["kind"] == TAKEN
-            values = [r.lines[d][g].t if r.taken else 0.0 for r in records]
-            table[f"t.{d}.{g}"] = np.where(taken, values, 0.0)
+            table[f"t.{d}.{g}"] = np.array([r.lines[d][g].t if r.taken else 0.0 for r in records]) + 0.0
     return table
 
 
@@ -109,7 +107,7 @@ def _encode(table: Mapping[str, Column]) -> tuple[dict[str, Column], dict[str, s
             base = table[other]
             if other != name and base.dtype == np.float64:
                 factor = np.select([column == base, column == -base, column == 0], [1, -1, 0], 2).astype(np.int8)
-                if (factor * base).tobytes() == column.tobytes():
+                if np.array_equal(factor * base, column):
                     arrays[name], formulas[name] = _shortest(factor), other
                     break
     return arrays, formulas

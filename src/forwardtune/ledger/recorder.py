@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from weakref import ref
 
 from safetensors.torch import save_file
 
@@ -73,7 +75,6 @@ class Ledger:
         if not os.access(self.path.parent, os.W_OK):
             raise LedgerError(f"{self.path} cannot be made: {self.path.parent} is not a folder that can be written")
         self._store: Store | None = None
-        self._optimizer: LineSearch | None = None
         self._pending: list[Row] = []
 
     @classmethod
@@ -92,6 +93,7 @@ class Ledger:
         ledger.path, ledger.model, ledger.fsync, ledger.checkpoint_every = path, model, fsync, checkpoint_every
         ledger._pending = []
         ledger._attach(store, run.header, optimizer, run.state)
+        ledger._saved = max((anchor.step for anchor in run.anchors if anchor.checkpoint), default=None)
         return ledger
 
     def __enter__(self) -> Ledger:
@@ -112,7 +114,7 @@ class Ledger:
 
     def _attach(self, store: Store, header: Header, optimizer: LineSearch, states: Iterable[State] = ()) -> None:
         """Binds a file to the optimizer whose steps it will hold; `states` are those it has left behind so far."""
-        self._store, self._header, self._optimizer = store, header, optimizer
+        self._store, self._optimizer = store, ref(optimizer)
         self._slots = optimizer.slots
         self._leftovers = Leftovers(self.model, optimizer.field.devices, states)
         self._watched = [
@@ -120,6 +122,7 @@ class Ledger:
             for group, recorded in zip(optimizer.param_groups, header.groups, strict=True)
         ]
         self._next = self._anchored = optimizer.param_groups[0]["run"]["step"]
+        self._saved: int | None = None
         self._names = [parameter.names[0] for parameter in header.parameters]
 
     def record(self, optimizer: LineSearch, record: StepRecord) -> None:
@@ -161,7 +164,7 @@ class Ledger:
         return Row(pack(record, left, numbers), text)
 
     def _is_next(self, optimizer: LineSearch, record: StepRecord) -> bool:
-        return optimizer is self._optimizer and record.step == self._next and self._covers(optimizer)
+        return optimizer is self._optimizer() and record.step == self._next and self._covers(optimizer)
 
     def _covers(self, optimizer: LineSearch) -> bool:
         """Whether the optimizer still moves what the header says."""
@@ -173,7 +176,7 @@ class Ledger:
         return same
 
     def _stranger(self, optimizer: LineSearch, record: StepRecord) -> LedgerError:
-        if optimizer is not self._optimizer:
+        if optimizer is not self._optimizer():
             return LedgerError(f"{self.path} records another optimizer; give each its own ledger")
         if record.step != self._next:
             return LedgerError(
@@ -204,11 +207,12 @@ class Ledger:
         if self._pending:
             self._store.append(self._pending, self._next - 1)
             self._pending.clear()
-        file, old = (checkpoint_path(self.path, step) for step in (self._next, self._anchored))
+        file, old = checkpoint_path(self.path, self._next), self._saved
         new = file.with_name(f".{file.name}.new")
         tensors = {name: slot.tensor.detach().contiguous() for name, slot in zip(self._names, self._slots, strict=True)}
         try:
             save_file(tensors, new)
+            shutil.copymode(self.path, new)
             with open(new, "rb+") as handle:
                 os.fsync(handle.fileno())
             new.replace(file)
@@ -217,8 +221,9 @@ class Ledger:
             new.unlink(missing_ok=True)
             raise LedgerError(f"the checkpoint {file} cannot be written ({error})") from error
         self._store.anchor(Anchor(self._next, combined(digests(tensors.values())), True))
-        self._anchored = self._next
-        old.unlink(missing_ok=True)
+        self._anchored = self._saved = self._next
+        if old is not None:
+            checkpoint_path(self.path, old).unlink(missing_ok=True)
 
 
 def check_policy(fsync: Any, checkpoint_every: Any) -> None:

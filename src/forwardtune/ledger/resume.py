@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import warnings
@@ -145,7 +146,8 @@ def _optimizer(header: Header, tensors: dict[str, Tensor], backend: str) -> Line
         groups.append({"params": params, **group.settings})
     run = {name: getattr(header, name) for name in ("seed", "distribution", "directions", "max_nonfinite")}
     try:
-        optimizer: LineSearch = found[-1](groups, **header.defaults, **run, backend=backend)
+        settings = {n: v for n, v in header.defaults.items() if n in inspect.signature(found[-1]).parameters}
+        optimizer: LineSearch = found[-1](groups, **settings, **run, backend=backend)
     except (ForwardTuneError, TypeError) as error:
         raise LedgerError(f"the run's {header.method} cannot be made again: {error}") from error
     theirs = {p.number: p for p in header.parameters}

@@ -76,7 +76,7 @@ class Store:
     """A file that is open for writing."""
 
     def __init__(self, path: Path, fsync: Fsync) -> None:
-        self.path, self.fsync, self.is_open = path, fsync, True
+        self.path, self.fsync, self.is_open = path, fsync, False
         self._since, self._synced = 0, time.monotonic()
         with errors(f"{path} cannot be opened for writing"):
             self._file = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
@@ -88,6 +88,7 @@ class Store:
                 raise
         self._slot = 0
         self._dirty: set[int] = set()
+        self.is_open = True
         _writers.add(self)
 
     @staticmethod
@@ -134,29 +135,36 @@ class Store:
 
     def _write(self, frames: bytes, crc: int) -> None:
         try:
-            if not self.is_open:
-                raise LedgerError(f"{self.path} is closed, or belongs to the process that this one was forked from")
-            written = os.pwrite(self._file, frames, self._end)
-            if written != len(frames):
-                raise OSError(f"only {written} of {len(frames)} bytes could be written")
-        except OSError as error:
+            self._put(self._file, frames, self._end)
+        except LedgerError:
             with suppress(OSError):
                 os.ftruncate(self._file, self._end)
-            raise LedgerError(
-                f"{self.path} cannot be written ({error}). Nothing recorded is lost; see to the disk and try again"
-            ) from error
+            raise
         self._crc, self._end = crc, self._end + len(frames)
 
     def _write_states(self, step: int, states: Sequence[State]) -> None:
         """Into the older slot."""
         index = json.dumps([(state.name, state.dtype, state.shape, len(state.value)) for state in states]).encode()
         body = index + b"".join(state.value for state in states)
-        slot = SLOT.pack(step, len(index), len(body), zlib.crc32(body, step & FULL)) + body
-        with errors(f"{self.path} cannot be written"):
-            if self.is_open and os.pwrite(self._slots[1 - self._slot], slot, 0) != len(slot):
-                raise OSError("the state could not be written whole")
-        self._slot = 1 - self._slot
-        self._dirty.add(self._slot)
+        older = 1 - self._slot
+        head = SLOT.pack(step, len(index), len(body), zlib.crc32(body, step & FULL))
+        self._put(self._slots[older], head + body, 0)
+        self._slot = older
+        self._dirty.add(older)
+
+    def _put(self, descriptor: int, data: bytes, at: int) -> None:
+        if not self.is_open:
+            raise LedgerError(f"{self.path} is closed, or belongs to the process that this one was forked from")
+        try:
+            if os.pwrite(descriptor, data, at) == len(data):
+                return
+            error: object = "no room"
+        except OSError as problem:
+            error = problem
+        raise LedgerError(
+            f"{self.path} cannot be written ({error}). The step is undone and nothing recorded is lost; "
+            "see to the disk and try again"
+        )
 
     def use_slot(self, number: int) -> None:
         """This slot holds the latest states: it will be overwritten last."""
@@ -191,6 +199,10 @@ class Store:
         for descriptor in (self._file, *self._slots):
             os.close(descriptor)
         _writers.discard(self)
+
+    def __del__(self) -> None:
+        if getattr(self, "is_open", False):
+            self.disown()
 
     def _due(self, rows: int) -> bool:
         self._since += rows
@@ -338,7 +350,10 @@ def _lock(descriptor: int, path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise LedgerError(f"{path} is being written by another run; wait for it to end or stop it") from None
+        raise LedgerError(
+            f"{path} is being written by another run; wait for it to end, stop it, or, if it is one of this process, "
+            "close its ledger (optimizer.recorder.close())"
+        ) from None
 
 
 _writers: WeakSet[Store] = WeakSet()

@@ -1,0 +1,27 @@
+"""A run killed fifty times ends with the bits of one that was left alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.runs import METHODS, same
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_killed_run_ends_as_one_that_was_left_alone(tmp_path, method, dtype):
+    command = [sys.executable, "-m", "tests.killed_run", tmp_path, method, dtype, "50"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert seen["kills"] == 50
+    assert seen["moments"] > 20
+    killed, whole = (torch.load(tmp_path / name) for name in ("result.pt", "whole/result.pt"))
+    assert same(killed.pop("model"), whole.pop("model"))
+    assert torch.equal(killed.pop("generator"), whole.pop("generator"))
+    assert killed == whole
