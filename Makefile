@@ -28,6 +28,7 @@ bench: install
 	$(BIN)/python -m benchmarks.step --json results/step.json
 	$(BIN)/python -m benchmarks.memory --json results/memory.json
 	$(BIN)/python -m benchmarks.scaling --json results/scaling.json
+	$(BIN)/python -m benchmarks.replay --json results/replay.json
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

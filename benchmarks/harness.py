@@ -54,7 +54,8 @@ def show(title: str, rows: list[Row]) -> None:
     table = Table("", *units, "ratio", title=title, caption=f"ratio: against {rows[0]['baseline']}")
     for row in rows:
         measured = [f"{row[unit]:.4g}" if unit in row else "" for unit in units]
-        table.add_row(str(row["name"]), *measured, f"{row['ratio']:.2f}")
+        ratio = row["ratio"]
+        table.add_row(str(row["name"]), *measured, f"{ratio:.2f}" if ratio >= 0.095 or not ratio else f"{ratio:.3f}")
     Console().print(table)
 
 

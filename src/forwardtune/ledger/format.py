@@ -13,7 +13,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from forwardtune.errors import InvalidArgumentError, LedgerError
 from forwardtune.noise import DISTRIBUTIONS, NOISE_VERSION
@@ -137,8 +137,7 @@ def frozen(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A step as it is stored; `settings` has those that changed since the step before and are no numbers of `pack`."""
 
     numbers: bytes

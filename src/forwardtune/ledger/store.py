@@ -117,11 +117,11 @@ class Store:
     def append(self, rows: Sequence[Row], step: int, states: Sequence[State] = ()) -> None:
         """Adds steps, the last of which is `step`, and what that one left behind."""
         crc, frames = self._crc, b""
-        for row in rows:
-            if row.settings:
-                framed, crc = frame(SETTINGS + row.settings.encode(), crc)
+        for numbers, settings in rows:
+            if settings:
+                framed, crc = frame(SETTINGS + settings.encode(), crc)
                 frames += framed
-            framed, crc = frame(STEP + row.numbers, crc)
+            framed, crc = frame(STEP + numbers, crc)
             frames += framed
         if states:
             self._write_states(step, states)
