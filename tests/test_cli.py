@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_model
 
 import forwardtune as ft
+from forwardtune.ledger.store import MAGIC, frame
 from tests.runs import Net, recorded, same
 
 
@@ -78,6 +80,32 @@ def test_export_and_diff(folder, tmp_path):
     assert code == 1
     assert "seed: 0 and 1" in printed
     assert "the runs part at step" in printed
+    code, _, note = command("ledger", "export", folder / "run.ledger", "--out", tmp_path / "part", "--until", 5)
+    assert code == 0
+    assert "known after step 20 only" in note
+
+
+def test_a_run_under_way_can_be_looked_at(tmp_path):
+    _, optimizer, _ = recorded(tmp_path / "run.ledger", steps=4)
+    assert "4, under way" in command("ledger", "show", tmp_path / "run.ledger")[1]
+    code, printed, _ = command("ledger", "verify", tmp_path / "run.ledger")
+    assert (code, printed) == (0, "sound: steps 0 to 3 are sound (and a run is writing it)\n")
+    optimizer.recorder.close()
+
+
+def test_what_a_stranger_wrote_is_shown_as_text(tmp_path):
+    x = {"x": torch.zeros(3)}
+    optimizer = ft.STP(x.values(), recorder=ft.Ledger(tmp_path / "run.ledger", x))
+    optimizer.step(lambda: 1.0)
+    header = json.loads(ft.ledger.read(tmp_path / "run.ledger").header.to_json())
+    header["created"] = "[/x]\x1b[2J\ud800"
+    header["groups"][0]["settings"]["[/red]"] = 10**400
+    payload = b"H\x01" + json.dumps(header).encode()
+    (tmp_path / "strange").write_bytes(MAGIC + frame(payload, 0)[0])
+    code, printed, _ = command("ledger", "show", tmp_path / "strange")
+    assert code == 0
+    assert "[/x]?[2J" in printed
+    assert "\x1b" not in printed
 
 
 def test_errors_are_sentences(folder, tmp_path):
@@ -86,5 +114,10 @@ def test_errors_are_sentences(folder, tmp_path):
     (tmp_path / "text").write_text("hello")
     assert command("ledger", "show", tmp_path / "text")[0] == 1
     assert command("ledger", "replay", folder / "run.ledger")[0] == 2
+    assert command("ledger", "show", "/proc/self/mem")[0] == 1
+    missing = tmp_path / "no" / "out.safetensors"
+    code, _, error = command(
+        "ledger", "replay", "--base", folder / "base.safetensors", folder / "run.ledger", "--out", missing
+    )
+    assert (code, error.strip()) == (1, f"error: there is no folder {missing.parent} to write to")
     assert command("--version")[1].strip() == ft.__version__
-    assert torch.get_num_threads() == 1

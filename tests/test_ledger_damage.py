@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -12,8 +13,10 @@ import subprocess
 import sys
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,7 +25,10 @@ from safetensors.numpy import save
 
 import forwardtune as ft
 from forwardtune.ledger import export, read
-from forwardtune.ledger.store import MAGIC, frame
+from forwardtune.ledger.export import _checksum
+from forwardtune.ledger.fingerprint import combined, digests
+from forwardtune.ledger.store import MAGIC, Store, frame
+from forwardtune.noise import Walker
 from tests.runs import Net, loss, recorded, same, snapshot
 
 STEPS = 30
@@ -133,7 +139,7 @@ def test_a_changed_export_is_refused(run, tmp_path_factory, data):
     if len(changed) == len(whole):
         changed[data.draw(st.integers(0, len(whole) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     write(folder, {"small.safetensors": bytes(changed)})
-    assert check_replay(folder, states, "small.safetensors") in (None, STEPS)
+    assert check_replay(folder, states, "small.safetensors") is None or bytes(changed) == whole
 
 
 def test_damage_in_the_middle_is_told_and_can_be_repaired(run, tmp_path):
@@ -151,13 +157,16 @@ def test_damage_in_the_middle_is_told_and_can_be_repaired(run, tmp_path):
         ft.resume(Net(), path)
     assert path.read_bytes() == bytes(data)
     model = Net()
-    optimizer, step = ft.resume(model, path, repair=True)
-    assert same(model.state_dict(), states[step])
+    with pytest.warns(RuntimeWarning, match="it goes on with those of this process"):
+        optimizer, step = ft.resume(model, path, repair=True)
+    assert step == found.end
+    assert same(weights(model.state_dict()), weights(states[step]))
     optimizer.step(lambda: loss(model))
     optimizer.recorder.close()
     assert read(path).end == step + 1
     assert (tmp_path / "run.ledger.damaged").read_bytes() == bytes(data)
-    export(tmp_path / "run.ledger.damaged", tmp_path / "saved", until=found.end)
+    with pytest.warns(RuntimeWarning, match="what it left in them is lost"):
+        export(tmp_path / "run.ledger.damaged", tmp_path / "saved", until=found.end)
     assert read(tmp_path / "saved").end == found.end
 
 
@@ -174,6 +183,11 @@ def test_lost_states_are_told(run, tmp_path):
     assert read(tmp_path / "run.ledger").end == STEPS
     with pytest.raises(ft.LedgerError, match=f"the state that it left after step {STEPS} is not in"):
         ft.resume(Net(), tmp_path / "run.ledger")
+    model = Net()
+    with pytest.warns(RuntimeWarning, match="it goes on with those of this process"):
+        _, step = ft.resume(model, tmp_path / "run.ledger", repair=True)
+    assert step == STEPS
+    assert same(weights(model.state_dict()), weights(run[1][-1]))
 
 
 # From strangers
@@ -211,6 +225,16 @@ def test_a_stranger_gets_an_error_and_nothing_else(run, tmp_path):
         journal(json.dumps(header).encode(), b"S" + struct.pack("<3d", 0, 2, 5)),
         journal(json.dumps(header).encode(), b"X"),
         journal(json.dumps(header).encode(), b"A[]"),
+        journal(json.dumps(header).encode(), b'A[Infinity, "", 0]'),
+        journal(json.dumps({**header, "queries": "many"}).encode()),
+        journal(json.dumps({**header, "groups": [{**header["groups"][0], "settings": [1]}]}).encode()),
+        journal(json.dumps({**header, "groups": [{**header["groups"][0], "memory": 3}]}).encode()),
+        journal(json.dumps({**header, "groups": [{**header["groups"][0], "names": [1]}]}).encode()),
+        journal(json.dumps(header).encode(), b"S" + struct.pack("<14d", 0, math.nan, *[1.0] * 6, 0, 1, 1, 0, 1, 1)),
+        journal(json.dumps(header).encode(), b"S" + struct.pack("<15d", 0, 2, *[1.0] * 6, 0.5, 1, 1, 0.5, 1, 1, 1)),
+        journal(json.dumps(header).encode(), b"S" + struct.pack("<15d", 99, 2, *[1.0] * 6, 0, 1, 1, 0, 1, 1, 1)),
+        export_of(header, 10**13, visited=1),
+        export_of(header, 10**8, visited=1),
         save({}, {"format": "forwardtune ledger", "schema": "1"}),
         save({}, {"format": "forwardtune ledger", "schema": "99"}),
         save({}),
@@ -221,6 +245,14 @@ def test_a_stranger_gets_an_error_and_nothing_else(run, tmp_path):
             ft.replay(Net(), path)
     with pytest.raises(ft.LedgerError, match="there is no ledger at"):
         ft.replay(Net(), tmp_path / "nowhere")
+
+
+def export_of(header, steps, **columns):
+    """An export that claims to have many steps, in a few bytes."""
+    arrays = {f"{name}.0": np.array([value], np.uint16) for name, value in columns.items()}
+    metadata = {"format": "forwardtune ledger", "schema": "1", "header": json.dumps(header), "steps": str(steps)}
+    metadata |= {"columns": "{}", "anchors": "[]", "state": "[]", "buffers": "0"}
+    return save(arrays, metadata | {"crc": str(_checksum(arrays, metadata))})
 
 
 def files_header(run):
@@ -235,6 +267,15 @@ def test_a_newer_format_is_refused(run, tmp_path):
     path.write_bytes(MAGIC + framed)
     with pytest.raises(ft.LedgerError, match="format 99, newer than 1; install a newer forwardtune"):
         read(path)
+
+
+def test_an_anchor_outside_the_run_is_ignored(run, tmp_path):
+    header = json.loads(files_header(run))
+    path = tmp_path / "strange"
+    whole = combined(digests(p for p in Net().parameters()))
+    path.write_bytes(journal(json.dumps(header).encode(), b"A" + json.dumps([-5, whole, True]).encode()))
+    assert read(path).anchors == []
+    assert ft.replay(Net(), path)
 
 
 # One writer
@@ -339,6 +380,75 @@ def test_without_room_the_step_is_undone_and_the_run_goes_on_when_there_is_some(
     assert same(ft.replay(Net(), path).state_dict(), model.state_dict())
 
 
+@pytest.mark.parametrize("steps", [3, 4])
+def test_a_step_that_could_not_be_written_leaves_the_state_of_the_one_before(tmp_path, steps):
+    """Its own state was written first, in the other slot; and so is that of the step after it."""
+    path = tmp_path / "run.ledger"
+    model, optimizer, states = recorded(path, steps=steps)
+    generator, store = torch.get_rng_state(), optimizer.recorder._store
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store, "_write", _no_room)
+            with pytest.raises(ft.LedgerError, match="no room"):
+                optimizer.step(partial(loss, model))
+        store.disown()
+        assert check_resume(tmp_path, states, generator) == steps
+        assert torch.equal(torch.get_rng_state(), generator)
+        model = Net()
+        optimizer, _ = ft.resume(model, path)
+        store = optimizer.recorder._store
+
+
+def _no_room(*arguments):
+    raise ft.LedgerError("no room")
+
+
+def test_a_sync_that_fails_undoes_the_step(tmp_path, monkeypatch):
+    path = tmp_path / "run.ledger"
+    model, optimizer, _ = recorded(path, steps=3, fsync=1)
+
+    def broken(descriptor):
+        raise OSError("Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("forwardtune.ledger.store.os.fsync", broken)
+        with pytest.raises(ft.LedgerError, match="cannot be forced to the disk"):
+            optimizer.step(lambda: loss(model))
+    assert read(path).end == 3
+    optimizer.step(lambda: loss(model))
+    assert read(path).end == 5
+    assert same(ft.replay(Net(), path).state_dict(), model.state_dict())
+
+
+def test_another_run_of_that_name_is_left_alone(tmp_path):
+    """Its states, too; and those of a run whose journal was removed are not taken for ours."""
+    path = tmp_path / "run.ledger"
+    model = Net()
+    late = ft.VS2P(model.parameters(), recorder=ft.Ledger(path, model))
+    _, optimizer, states = recorded(path, steps=5)
+    generator = torch.get_rng_state()
+    with pytest.raises(ft.LedgerError, match="is there already"):
+        late.step(lambda: loss(model))
+    optimizer.recorder.close()
+    assert check_resume(tmp_path, states, generator) == 5
+    slots = {file.name: file.read_bytes() for file in tmp_path.glob("*.state*")}
+    path.unlink()
+    _, optimizer, _ = recorded(path, steps=5, seed=1)
+    optimizer.recorder.close()
+    write(tmp_path, slots)
+    with pytest.raises(ft.LedgerError, match="the state that it left after step 5 is not in"):
+        ft.resume(Net(), path)
+
+
+def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(tmp_path):
+    path = tmp_path / "run.ledger"
+    (tmp_path / "run.ledger.2.safetensors").mkdir()
+    with pytest.warns(RuntimeWarning, match=r"run\.ledger\.2\.safetensors cannot be written .*nothing is lost"):
+        model, _, _ = recorded(path, steps=5, checkpoint_every=2)
+    assert (tmp_path / "run.ledger.4.safetensors").is_file()
+    assert same(ft.replay(Net(), path).state_dict(), model.state_dict())
+
+
 def test_a_place_that_cannot_be_written_is_told_before_the_run(tmp_path):
     with pytest.raises(ft.LedgerError, match="is not a folder that can be written"):
         ft.Ledger(tmp_path / "no" / "run.ledger", Net())
@@ -351,6 +461,34 @@ def test_a_place_that_cannot_be_written_is_told_before_the_run(tmp_path):
     with pytest.raises(ft.LedgerError, match="is there already"):
         optimizer.step(lambda: loss(model))
     assert (tmp_path / "run.ledger").read_text() == "mine"
+
+
+@pytest.mark.parametrize("where", ["append", "walk"])
+def test_an_interrupt_while_a_step_is_settled_comes_after_it(tmp_path, monkeypatch, where):
+    """The step is recorded, taken and counted, whether the run goes on or not."""
+    path = tmp_path / "run.ledger"
+    model, optimizer, _ = recorded(path, steps=5)
+    owner = {"append": Store, "walk": Walker}[where]
+    original, calls = getattr(owner, where), []
+
+    def interrupted(self, *arguments):
+        calls.append(where)
+        if where == "append" or len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step(lambda: loss(model))
+    assert read(path).end == optimizer.param_groups[0]["run"]["step"] == 6
+    assert same(ft.replay(Net(), path).state_dict(), model.state_dict())
+    optimizer.step(lambda: loss(model))
+    assert same(ft.replay(Net(), path).state_dict(), model.state_dict())
+    optimizer.recorder.close()
+    again, step = ft.resume(Net(), path)
+    assert step == 7
+    assert again.state_dict()["param_groups"][0]["memory"] == optimizer.state_dict()["param_groups"][0]["memory"]
 
 
 @pytest.mark.parametrize(("policy", "synced"), [(1, 12), (5, 2), ("never", 0), ("timed", 3)])

@@ -27,10 +27,11 @@ Place = Mapping[int, Offsets]
 
 
 class Line:
-    """The weights of a field during one step. Leaving it by an exception puts the weights back."""
+    """The weights of a field during one step. Leaving it by an exception puts them back, unless they are settled."""
 
     def __init__(self, field: Field, step: int, groups: int) -> None:
         self.field, self._step = field, step
+        self.settled = False
         self._zero = (0.0,) * groups
         self._at: Place = {}
         self._interrupts = _Interrupts()
@@ -43,27 +44,37 @@ class Line:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is not None:
+            if kind is not None and not self.settled:
                 self.goto({})
         finally:
             self.field.touch()
             self._interrupts.give_back()
+            self._interrupts.release()
 
-    def goto(self, target: Place, first: Callable[[], None] | None = None) -> None:
-        """Moves to the offsets given by direction; directions that are not named are left at zero.
-
-        No interrupt comes between a call of `first` and the move. If it raises, nothing moves.
-        """
-        terms, at = way(self._at, target, self._zero)
+    def goto(self, target: Place) -> None:
+        """Moves to the offsets given by direction; directions that are not named are left at zero."""
         self._interrupts.hold = True
         try:
-            if first:
-                first()
-            if terms:
-                self.field.walk(self._step, terms)
-            self._at = at
+            self._walk(target)
         finally:
             self._interrupts.release()
+
+    def settle(self, target: Place, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Moves for good: nothing interrupts the step from the call of `before` until the line is left.
+
+        If `before` raises, nothing moves.
+        """
+        self._interrupts.hold = True
+        before()
+        self._walk(target)
+        after()
+        self.settled = True
+
+    def _walk(self, target: Place) -> None:
+        terms, at = way(self._at, target, self._zero)
+        if terms:
+            self.field.walk(self._step, terms)
+        self._at = at
 
 
 def way(here: Place, there: Place, zero: Offsets) -> tuple[list[Term], Place]:

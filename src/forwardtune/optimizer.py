@@ -98,6 +98,10 @@ class LineSearch(Optimizer):
         self.backend = run.get("backend", "auto")
         self.max_nonfinite = run.get("max_nonfinite", 10)
         self.recorder = run.get("recorder")
+        if self.recorder is not None and (isinstance(self.recorder, type) or not hasattr(self.recorder, "begin")):
+            raise InvalidArgumentError(
+                f"recorder must be a Recorder, for instance ft.Ledger('run.ledger', model), not {self.recorder!r}"
+            )
         self._field: Field | None = None
         self._modules = Modules()
         super().__init__(as_groups(params), {**defaults, "memory": {}})
@@ -215,21 +219,26 @@ class LineSearch(Optimizer):
             queries = run["queries"] + objective.queries
             return StepRecord.of(run["step"], lines, queries=queries, taken=taken, raised=raised)
 
+        def tell() -> None:
+            if recorder:
+                recorder.record(self, done)
+
+        line = Line(field, run["step"], len(self.param_groups))
         try:
-            with Line(field, run["step"], len(self.param_groups)) as line:
+            with line:
                 taken = self._explore(probe, memories, lines, field)
                 if not taken:
                     objective.rewind(generators=False)
                 done = record(taken=taken)
-                line.goto(done.stand(), partial(recorder.record, self, done) if recorder else None)
+                line.settle(done.stand(), before=tell, after=lambda: self._count(done, memories))
         except BaseException:
-            objective.rewind()
-            undone = record(taken=False, raised=True)
-            self._count(undone)
-            if recorder:
-                recorder.record(self, undone)
+            if not line.settled:
+                objective.rewind()
+                undone = record(taken=False, raised=True)
+                self._count(undone)
+                if recorder:
+                    recorder.record(self, undone)
             raise
-        self._count(done, memories)
         if not taken:
             self._complain(done)
         return objective.like_closure(done.loss)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -23,24 +26,27 @@ console = Console(highlight=False)
 
 
 @app.command()
-def show(file: File, steps: Annotated[int, typer.Option(help="How many of the last steps to list.")] = 5) -> None:
+def show(
+    file: File, steps: Annotated[int, typer.Option(min=0, help="How many of the last steps to list.")] = 5
+) -> None:
     """Tell what a ledger holds."""
     run = ledgers.read(file)
     header = run.header
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for group in header.groups:
-        settings = ", ".join(f"{name} {value:g}" for name, value in group.settings.items() if _is_number(value))
-        table.add_row("method" if group is header.groups[0] else "", f"{header.method} ({settings})")
+        settings = ", ".join(f"{name} {_number(group.settings[name])}" for name in group.numbers)
+        table.add_row("method" if group is header.groups[0] else "", _clean(f"{header.method} ({settings})"))
     table.add_row(
         "noise", f"{header.distribution}, seed {header.seed}, {_count(header.directions, 'direction')} a step"
     )
     dtypes = ", ".join(sorted({parameter.dtype for parameter in header.parameters}))
     table.add_row("weights", f"{header.dimension:,} of {dtypes} in {_count(len(header.parameters), 'tensor')}")
-    table.add_row("made", f"{header.created} by forwardtune {header.version}")
+    table.add_row("made", _clean(f"{header.created} by forwardtune {header.version}"))
     done = run.end - header.step
     if done:
         first, last = run.record(header.step), run.record(run.end - 1)
-        table.add_row("steps", f"{done:,}" + (f", from step {header.step}" if header.step else ""))
+        under_way = ", under way" if run.writing else ""
+        table.add_row("steps", f"{done:,}{under_way}" + (f", from step {header.step}" if header.step else ""))
         table.add_row("queries", f"{last.queries - header.queries:,}")
         table.add_row("loss", f"{first.loss:.6g} in the first step, {last.loss:.6g} in the last")
         undone = sum(not run.record(step).taken for step in range(header.step, run.end))
@@ -70,9 +76,9 @@ def verify(file: File) -> None:
     if run.damage:
         console.print(Text(f"damaged: {run.damage}; {sound}, what follows cannot be trusted", "red"), soft_wrap=True)
         raise typer.Exit(1)
-    console.print(f"[green]sound:[/] {sound}")
-    if run.state_end < run.end:
-        console.print(f"it can be replayed to its end, but resumed only from step {run.state_end} (repair=True)")
+    console.print(f"[green]sound:[/] {sound}" + (" (and a run is writing it)" if run.writing else ""))
+    if run.state_end < run.end and run.left_buffers(run.end):
+        console.print(f"buffers are known after step {run.state_end} only", soft_wrap=True)
 
 
 @app.command()
@@ -86,11 +92,17 @@ def replay(
     """Make tuned weights from base weights and a ledger, bit for bit."""
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("replaying", total=1.0)
-        ledgers.replay_file(
-            base, file, out, until=until, backend=backend, progress=lambda done: progress.update(task, completed=done)
-        )
-    console.print(f"wrote {out}", soft_wrap=True)
+        task = progress.add_task("replaying", total=1.0, visible=False)
+        with _notes():
+            ledgers.replay_file(
+                base,
+                file,
+                out,
+                until=until,
+                backend=backend,
+                progress=lambda done: progress.update(task, completed=done, visible=True),
+            )
+    console.print(f"wrote {out}", soft_wrap=True, markup=False)
 
 
 @app.command()
@@ -101,21 +113,24 @@ def export(
 ) -> None:
     """Make the small file that one sends to a colleague."""
     target = out or file.with_suffix(".safetensors")
-    ledgers.export(file, target, until=until)
-    console.print(f"wrote {target}, {target.stat().st_size:,} bytes", soft_wrap=True)
+    with _notes():
+        ledgers.export(file, target, until=until)
+    console.print(f"wrote {target}, {target.stat().st_size:,} bytes", soft_wrap=True, markup=False)
 
 
 @app.command()
 def diff(a: File, b: File) -> None:
     """Tell where two runs part; the exit code is 1 if they do."""
     found = ledgers.diff(a, b)
-    for name, (one, other) in found.fields.items():
-        console.print(f"{name}: {_short(one)} and {_short(other)}", soft_wrap=True, markup=False)
+    for name, (one, other) in list(found.fields.items())[:10]:
+        console.print(_clean(f"{name}: {one} and {other}"), soft_wrap=True)
+    if len(found.fields) > 10:
+        console.print(f"and {len(found.fields) - 10} more fields of the header")
     if found.a and found.b:
         console.print(f"the runs part at step {found.step}:")
         table = Table("", "step", "loss", "probes", "t", box=None, padding=(0, 2, 0, 0), header_style="dim")
-        table.add_row(str(a), *_cells(found.a))
-        table.add_row(str(b), *_cells(found.b))
+        table.add_row(_clean(str(a)), *_cells(found.a))
+        table.add_row(_clean(str(b)), *_cells(found.b))
         console.print(table)
     elif found.ends[0] != found.ends[1]:
         console.print(f"the runs go the same way as far as both go: to step {found.ends[0]} and to {found.ends[1]}")
@@ -125,6 +140,18 @@ def diff(a: File, b: File) -> None:
         raise typer.Exit(1)
 
 
+@contextmanager
+def _notes() -> Iterator[None]:
+    """Tells warnings as sentences."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(
+            f"note: {warning.message}", style="yellow", markup=False
+        )
+
+
 def _cells(record: StepRecord) -> list[str]:
     if not record.lines:
         return [str(record.step), f"{record.loss:.6g}", "", "not taken"]
@@ -132,14 +159,14 @@ def _cells(record: StepRecord) -> list[str]:
     return [str(record.step), f"{record.loss:.6g}", probes, f"{record.t:+.6g}" if record.taken else "not taken"]
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _number(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _clean(text: str) -> Text:
+    """What comes from a file is shown as it is, but for what is no character."""
+    return Text("".join(c if c.isprintable() else "?" for c in text))
 
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}" + ("" if number == 1 else "s")
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 100 else text[:97] + "..."

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from forwardtune.ledger.export import read
 from forwardtune.ledger.format import Header
 from forwardtune.record import StepRecord
 
-UNLIKE = ("created", "version", "max_nonfinite")
+UNLIKE = ("created", "version", "max_nonfinite", "fsync", "checkpoint_every")
 """What says nothing about the weights."""
 
 
@@ -43,5 +45,15 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference:
 
 
 def _fields(a: Header, b: Header) -> dict[str, tuple[object, object]]:
-    one, other = asdict(a), asdict(b)
-    return {name: (one[name], other[name]) for name in one if name not in UNLIKE and one[name] != other[name]}
+    one, other = (dict(_flat(asdict(header))) for header in (a, b))
+    names = [name for name in {**one, **other} if name.split(".")[0] not in UNLIKE]
+    return {name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)}
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, object]]:
+    """A header's fields by dotted names."""
+    if isinstance(value, dict | tuple | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _flat(item, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,9 +21,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from forwardtune.errors import LedgerError
+from forwardtune.ledger.files import publish
 from forwardtune.ledger.format import NOT_TAKEN, RAISED, SCHEMA, TAKEN, Header
 from forwardtune.ledger.run import Run, check_file, is_live, read_live
-from forwardtune.ledger.store import Anchor, State, publish
+from forwardtune.ledger.slots import State
+from forwardtune.ledger.store import Anchor
 from forwardtune.ledger.tensors import BUFFER
 from forwardtune.record import LineRecord, StepRecord
 
@@ -43,6 +46,9 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], *, until: 
     """
     run, target = read(path), Path(out)
     end = run.check_until(until)
+    if not target.parent.is_dir():
+        raise LedgerError(f"there is no folder {target.parent} to write to")
+    warn_of_buffers(run, end)
     arrays, formulas = _encode(_table(run, end))
     state = [item for item in run.state if item.name.startswith(BUFFER)] if end == run.state_end else []
     arrays |= {f"state.{i}": np.frombuffer(item.value, np.uint8) for i, item in enumerate(state)}
@@ -53,6 +59,7 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], *, until: 
         "steps": str(end - run.header.step),
         "columns": json.dumps(formulas),
         "anchors": json.dumps([[a.step, a.digest] for a in run.anchors if a.step <= end]),
+        "buffers": str(int(run.left_buffers(end))),
         "state": json.dumps([(item.name, item.dtype, item.shape) for item in state]),
     }
     metadata["crc"] = str(_checksum(arrays, metadata))
@@ -64,6 +71,18 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], *, until: 
         raise LedgerError(f"{target} cannot be written ({error})") from error
     finally:
         new.unlink(missing_ok=True)
+
+
+def warn_of_buffers(run: Run, end: int) -> None:
+    """Buffers are known at one moment of a run only."""
+    if end != run.state_end and run.left_buffers(end):
+        known = f"known after step {run.state_end} only" if run.state else "lost"
+        warnings.warn(
+            f"the run changed buffers of the model, such as the statistics of BatchNorm; what it left in them is {known}, "
+            f"so here, after step {end}, they are those of the base",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _table(run: Run, end: int) -> dict[str, Column]:
@@ -105,7 +124,7 @@ def _encode(table: Mapping[str, Column]) -> tuple[dict[str, Column], dict[str, s
             continue
         for other in arrays:
             base = table[other]
-            if other != name and base.dtype == np.float64:
+            if other != name and other not in formulas and base.dtype == np.float64:
                 factor = np.select([column == base, column == -base, column == 0], [1, -1, 0], 2).astype(np.int8)
                 if np.array_equal(factor * base, column):
                     arrays[name], formulas[name] = _shortest(factor), other
@@ -128,8 +147,6 @@ def _checksum(arrays: Mapping[str, Column], metadata: Mapping[str, str]) -> int:
 class ExportedRun(Run):
     """A run from an exported file."""
 
-    has_losses = False
-
     def __init__(self, file: Path) -> None:
         try:
             with safe_open(file, framework="numpy") as handle:
@@ -142,60 +159,57 @@ class ExportedRun(Run):
             if int(metadata["crc"]) != _checksum(arrays, metadata):
                 raise LedgerError(f"{file} is damaged; ask for it again")
             self.header = Header.from_json(metadata["header"])
-            self.end = self.state_end = self.header.step + int(metadata["steps"])
+            self.end = self.header.step + int(metadata["steps"])
             self.anchors = [Anchor(int(step), str(digest), False) for step, digest in json.loads(metadata["anchors"])]
             self.state = [
                 State(str(name), str(dtype), tuple(map(int, shape)), arrays.pop(f"state.{i}").tobytes())
                 for i, (name, dtype, shape) in enumerate(json.loads(metadata["state"]))
             ]
-            self._columns = _decode(arrays, json.loads(metadata["columns"]), int(metadata["steps"]))
-            self._queries = self.header.queries + np.cumsum(self._visited().sum(0, dtype=np.int64))
-        except (SafetensorError, OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            raise LedgerError(f"{file} is damaged or not a ledger ({error})") from error
+            self._buffers = metadata["buffers"] == "1"
+            self.state_end = self.end if self.state or not self._buffers else self.header.step
+            self._columns, self._formulas = arrays, json.loads(metadata["columns"])
+            self._check(int(metadata["steps"]))
+            visited = sum(self._full(f"visited.{d}").astype(np.int64) for d in range(self.header.directions))
+            self._queries = self.header.queries + np.cumsum(visited)
+        except (SafetensorError, OSError, ValueError, TypeError, KeyError, RecursionError, MemoryError) as error:
+            raise LedgerError(f"{file} is not a ledger, or is damaged") from error
 
-    def _visited(self) -> Column:
-        return np.stack([self._columns[f"visited.{d}"] for d in range(self.header.directions)])
+    def left_buffers(self, end: int) -> bool:
+        return bool(self._buffers)
+
+    def _check(self, steps: int) -> None:
+        """That every column is there, as long as the run or a single number, and a multiple of one that is none."""
+        groups, directions = range(len(self.header.groups)), range(self.header.directions)
+        needed = ["kind", *(f"visited.{d}" for d in directions), *(f"t.{d}.{g}" for d in directions for g in groups)]
+        if self._columns["loss"].shape != (steps,) or not all(name in self._columns for name in needed):
+            raise ValueError("columns are missing")
+        for name, column in self._columns.items():
+            if column.shape not in ((steps,), (1,)) or column.dtype.kind not in "fiu":
+                raise ValueError(f"column {name} has shape {column.shape}")
+            if self._formulas.get(self._formulas.get(name)) is not None:
+                raise ValueError(f"column {name} is a multiple of a multiple")
+
+    def _full(self, name: str) -> Column:
+        return np.broadcast_to(self._columns[name], (self.end - self.header.step,))
+
+    def _value(self, name: str, at: int) -> float:
+        column = self._columns[name]
+        value = float(column[at if len(column) > 1 else 0])
+        return value * self._value(self._formulas[name], at) if name in self._formulas else value
 
     def record(self, step: int) -> StepRecord:
-        at, groups, columns = step - self.header.step, range(len(self.header.groups)), self._columns
+        at, groups = step - self.header.step, range(len(self.header.groups))
         try:
             lines = []
             for d in range(self.header.directions):
-                walked = int(columns[f"visited.{d}"][at])
-                if walked:
-                    lines.append(
-                        tuple(
-                            LineRecord(
-                                tuple(float(columns[f"probe.{d}.{i}.{g}"][at]) for i in range(walked)),
-                                (float("nan"),) * walked,
-                                float(columns[f"t.{d}.{g}"][at]),
-                            )
-                            for g in groups
-                        )
-                    )
-            kind = columns["kind"][at]
-            return StepRecord(
-                step, tuple(lines), float(columns["loss"][at]), int(self._queries[at]), kind == TAKEN, kind == RAISED
-            )
-        except KeyError as error:
-            raise LedgerError(f"the ledger makes no sense: it has no column {error}") from error
-
-
-def _decode(arrays: Mapping[str, Column], formulas: Mapping[str, str], steps: int) -> dict[str, Column]:
-    """The columns in full."""
-    columns: dict[str, Column] = {}
-
-    def column(name: str, depth: int = 0) -> Column:
-        if name not in columns:
-            array = arrays[name]
-            whole = array.shape == (steps,)
-            if not (whole or (array.shape == (1,) and name != "loss")) or depth > len(arrays):
-                raise ValueError(f"column {name} has shape {array.shape}")
-            if name in formulas:
-                array = array * column(formulas[name], depth + 1)
-            columns[name] = np.broadcast_to(array, (steps,))
-        return columns[name]
-
-    for name in arrays:
-        column(name)
-    return columns
+                walked = int(self._value(f"visited.{d}", at))
+                if walked > 0:
+                    probes = [[self._value(f"probe.{d}.{i}.{g}", at) for i in range(walked)] for g in groups]
+                    stands = [self._value(f"t.{d}.{g}", at) for g in groups]
+                    unknown = (float("nan"),) * walked
+                    pairs = zip(probes, stands, strict=True)
+                    lines.append(tuple(LineRecord(tuple(offsets), unknown, t) for offsets, t in pairs))
+            kind, loss = self._value("kind", at), self._value("loss", at)
+            return StepRecord(step, tuple(lines), loss, int(self._queries[at]), kind == TAKEN, kind == RAISED)
+        except (KeyError, ValueError, OverflowError) as error:
+            raise LedgerError(f"step {step} of the ledger makes no sense ({error})") from error

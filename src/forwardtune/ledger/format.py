@@ -13,6 +13,8 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from forwardtune.errors import InvalidArgumentError, LedgerError
@@ -22,8 +24,8 @@ from forwardtune.record import LineRecord, StepRecord
 
 SCHEMA = 1
 TAKEN, NOT_TAKEN, RAISED = 0, 1, 2
-LEFT = 4
-"""Added to the kind of a step that left another state behind than the step before."""
+LEFT, BUFFERS = 4, 8
+"""Added to the kind of a step that left another state behind than the step before, and if buffers are part of it."""
 
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """The dtypes of weights, with their sizes in bytes."""
@@ -43,10 +45,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Group:
-    """A parameter group: its tensors' names (also of those that do not move), its settings and what it remembers."""
+    """A parameter group: its tensors' names (also of those that do not move), its settings and what it remembers.
+
+    `labels` are the names that the optimizer was given, if any.
+    """
 
     names: tuple[str, ...]
-    named: bool
+    labels: tuple[str, ...] | None
     settings: Mapping[str, Any]
     memory: Mapping[str, Any]
 
@@ -58,7 +63,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Header:
-    """A run as it began."""
+    """A run as it began; `frozen` is the fingerprint of the model's parameters that do not move."""
 
     method: str
     defaults: Mapping[str, Any]
@@ -66,11 +71,14 @@ class Header:
     distribution: Any
     directions: int
     max_nonfinite: int
+    fsync: Any
+    checkpoint_every: int | None
     step: int
     queries: int
     nonfinite: int
     groups: tuple[Group, ...]
     parameters: tuple[Parameter, ...]
+    frozen: str | None
     noise: int
     version: str
     created: str
@@ -108,6 +116,14 @@ class Header:
         _require(self.distribution in DISTRIBUTIONS, f"distribution {self.distribution!r}")
         _require(self.groups and self.parameters, "no parameters")
         _require(len({p.number for p in self.parameters}) == len(self.parameters), "a parameter number twice")
+        _require(all(type(n) is int for n in (self.queries, self.nonfinite, self.max_nonfinite)), "counters")
+        _require(all(isinstance(text, str) for text in (self.method, self.version, self.created)), "texts")
+        _require(isinstance(self.defaults, dict), f"defaults {self.defaults!r}")
+        for group in self.groups:
+            _require(isinstance(group.settings, dict) and isinstance(group.memory, dict), "a group's settings")
+            _require(
+                isinstance(group.names, tuple) and all(isinstance(n, str) for n in group.names), "names of a group"
+            )
         for p in self.parameters:
             _require(p.names and all(isinstance(name, str) for name in p.names), f"names {p.names!r}")
             _require(isinstance(p.number, int) and 0 <= p.number < 2**32, f"parameter number {p.number!r}")
@@ -144,10 +160,10 @@ class Row(NamedTuple):
     settings: str | None = None
 
 
-def pack(record: StepRecord, left: bool, settings: Sequence[float]) -> bytes:
-    """The numbers of a step; `left` says that it left another state behind than the step before."""
+def pack(record: StepRecord, left: int, settings: Sequence[float]) -> bytes:
+    """The numbers of a step; `left` (LEFT and BUFFERS) says what it left behind."""
     kind = TAKEN if record.taken else RAISED if record.raised else NOT_TAKEN
-    numbers: list[float] = [kind + LEFT * left, record.queries]
+    numbers: list[float] = [kind + left, record.queries]
     numbers += settings
     for direction, groups in enumerate(record.lines):
         for i, loss in enumerate(groups[0].losses):
@@ -157,9 +173,10 @@ def pack(record: StepRecord, left: bool, settings: Sequence[float]) -> bytes:
     return struct.pack(f"<{len(numbers)}d", *numbers)
 
 
-def left_behind(blob: bytes) -> bool:
-    """Whether a packed step left another state behind than the step before."""
-    return len(blob) >= 8 and struct.unpack_from("<d", blob)[0] >= LEFT
+def left_behind(blob: bytes, what: int = LEFT) -> bool:
+    """Whether a packed step left another state behind than the step before, or (BUFFERS) buffers in it."""
+    kind = struct.unpack_from("<d", blob)[0] if len(blob) >= 8 else 0.0
+    return 0 <= kind < 2 * BUFFERS and bool(int(kind) & what)
 
 
 def unpack(step: int, blob: bytes, header: Header) -> tuple[StepRecord, list[dict[str, float]]]:
@@ -172,24 +189,22 @@ def unpack(step: int, blob: bytes, header: Header) -> tuple[StepRecord, list[dic
             names = group.numbers
             values, rest = rest[: len(names)], rest[len(names) :]
             settings.append({n: _like(group.settings[n], value) for n, value in zip(names, values, strict=True)})
-        kind %= LEFT
-        split = len(rest) - directions * groups if kind == TAKEN else len(rest)
+        _require(0 <= kind < 2 * BUFFERS and kind % LEFT in (TAKEN, NOT_TAKEN, RAISED))
+        taken = kind % LEFT == TAKEN
+        split = len(rest) - directions * groups if taken else len(rest)
+        _require(split >= 0 and split % (2 + groups) == 0)
         probes = [rest[i : i + 2 + groups] for i in range(0, split, 2 + groups)]
         stands = [rest[i : i + groups] for i in range(split, len(rest), groups)] or [[0.0] * groups] * directions
-        visited = [int(probe[0]) for probe in probes]
-        reached = sorted(set(visited))
-        _require(kind in (TAKEN, NOT_TAKEN, RAISED) and split >= 0 and split % (2 + groups) == 0)
-        _require(reached == list(range(directions if kind == TAKEN else len(reached))) and len(reached) <= directions)
-        _require(visited == sorted(visited))
+        lines: list[tuple[LineRecord, ...]] = []
+        for direction, own in groupby(probes, key=itemgetter(0)):
+            _require(direction == len(lines) < directions)
+            _, losses, *offsets = zip(*own, strict=True)
+            pairs = zip(offsets, stands[len(lines)], strict=True)
+            lines.append(tuple(LineRecord(o, losses, t) for o, t in pairs))
+        _require(len(lines) == directions or not taken)
+        record = StepRecord.of(step, lines, queries=int(queries), taken=taken, raised=kind % LEFT == RAISED)
     except (struct.error, ValueError, OverflowError) as error:
         raise LedgerError(f"step {step} of the ledger makes no sense") from error
-    lines = []
-    for direction in reached:
-        own = [probe for probe in probes if probe[0] == direction]
-        losses = tuple(probe[1] for probe in own)
-        offsets = zip(*(probe[2:] for probe in own), strict=True)
-        lines.append(tuple(LineRecord(o, losses, t) for o, t in zip(offsets, stands[direction], strict=True)))
-    record = StepRecord.of(step, lines, queries=int(queries), taken=kind == TAKEN, raised=kind == RAISED)
     return record, settings
 
 

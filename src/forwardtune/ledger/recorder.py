@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
+import struct
+import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -13,21 +17,17 @@ from typing import Any
 from weakref import ref
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from forwardtune.arguments import check_integer, plain
 from forwardtune.errors import InvalidArgumentError, LedgerError
+from forwardtune.ledger.files import sync_folder
 from forwardtune.ledger.fingerprint import combined, digests
-from forwardtune.ledger.format import (
-    Group,
-    Header,
-    Parameter,
-    Row,
-    dump,
-    pack,
-)
+from forwardtune.ledger.format import Group, Header, Parameter, Row, dump, pack
 from forwardtune.ledger.run import LiveRun
-from forwardtune.ledger.store import Anchor, Fsync, State, Store, sync_folder
-from forwardtune.ledger.tensors import Leftovers, Model, dtype_name, named_parameters
+from forwardtune.ledger.slots import State
+from forwardtune.ledger.store import Anchor, Fsync, Store
+from forwardtune.ledger.tensors import Leftovers, Model, dtype_name, frozen_digest, named_parameters
 from forwardtune.noise import Slot
 from forwardtune.optimizer import LineSearch
 from forwardtune.record import StepRecord
@@ -64,7 +64,7 @@ class Ledger:
         self, path: str | os.PathLike[str], model: Model, *, fsync: Fsync = "timed", checkpoint_every: int | None = None
     ) -> None:
         check_policy(fsync, checkpoint_every)
-        self.path, self.model = Path(path), model
+        self.path, self.model = Path(path).resolve(), model
         self.fsync, self.checkpoint_every = fsync, checkpoint_every
         named_parameters(model)
         if self.path.exists():
@@ -76,13 +76,13 @@ class Ledger:
             raise LedgerError(f"{self.path} cannot be made: {self.path.parent} is not a folder that can be written")
         self._store: Store | None = None
         self._pending: list[Row] = []
+        self._closed = False
 
     @classmethod
     def _resumed(
         cls,
         path: Path,
         model: Model,
-        fsync: Fsync,
         checkpoint_every: int | None,
         store: Store,
         run: LiveRun,
@@ -90,10 +90,10 @@ class Ledger:
     ) -> Ledger:
         """A ledger that goes on where a file ends."""
         ledger = cls.__new__(cls)
-        ledger.path, ledger.model, ledger.fsync, ledger.checkpoint_every = path, model, fsync, checkpoint_every
-        ledger._pending = []
+        ledger.path, ledger.model, ledger.fsync, ledger.checkpoint_every = path, model, store.fsync, checkpoint_every
+        ledger._pending, ledger._closed = [], False
         ledger._attach(store, run.header, optimizer, run.state)
-        ledger._saved = max((anchor.step for anchor in run.anchors if anchor.checkpoint), default=None)
+        ledger._saved = max((anchor.step for anchor in run.anchors if anchor.checkpoint), default=run.header.step)
         return ledger
 
     def __enter__(self) -> Ledger:
@@ -106,23 +106,30 @@ class Ledger:
 
     def begin(self, optimizer: LineSearch) -> None:
         """Called by the optimizer at the start of a step."""
+        if self._closed:
+            raise LedgerError(f"{self.path} is closed; go on with it by ft.resume(model, {str(self.path)!r})")
         if self._store is None:
-            header = _header(optimizer, self.model)
+            header = _header(optimizer, self.model, self.fsync, self.checkpoint_every)
             self._attach(Store.create(self.path, header.to_json(), self.fsync), header, optimizer)
-        elif self.checkpoint_every and self._next > self._anchored and self._next % self.checkpoint_every == 0:
+        elif self._is_checkpoint_due():
             self._checkpoint()
+
+    def _is_checkpoint_due(self) -> bool:
+        """Also later than asked for, if a step has just raised, which is not yet part of the run."""
+        every = self.checkpoint_every
+        return every is not None and not self._pending and self._next // every > self._saved // every
 
     def _attach(self, store: Store, header: Header, optimizer: LineSearch, states: Iterable[State] = ()) -> None:
         """Binds a file to the optimizer whose steps it will hold; `states` are those it has left behind so far."""
         self._store, self._optimizer = store, ref(optimizer)
         self._slots = optimizer.slots
-        self._leftovers = Leftovers(self.model, optimizer.field.devices, states)
+        self._leftovers = Leftovers(self.model, optimizer.field, states)
         self._watched = [
             _Watched(group, recorded.numbers)
             for group, recorded in zip(optimizer.param_groups, header.groups, strict=True)
         ]
         self._next = self._anchored = optimizer.param_groups[0]["run"]["step"]
-        self._saved: int | None = None
+        self._saved = self._next
         self._names = [parameter.names[0] for parameter in header.parameters]
 
     def record(self, optimizer: LineSearch, record: StepRecord) -> None:
@@ -130,27 +137,27 @@ class Ledger:
         if record.raised:
             # Written with the next step: if the process ends here, the step never was, and a resumed run repeats it.
             if self._store and self._is_next(optimizer, record):
-                self._pending.append(self._row(optimizer, record, left=False))
-                self._next += 1
+                with suppress(Exception):  # then the next step is refused, since this one is missing
+                    self._pending.append(self._row(optimizer, record, left=0))
+                    self._next += 1
             return
         if self._store is None:
-            raise LedgerError(f"{self.path} is closed; open it again with ft.resume")
+            raise LedgerError(f"{self.path} was closed in the middle of a step")
         if not self._is_next(optimizer, record):
             raise self._stranger(optimizer, record)
-        left = self._leftovers.changed()
         watched = self._watched
-        self._pending.append(self._row(optimizer, record, left))
         try:
-            self._store.append(self._pending, record.step, list(self._leftovers.states.values()) if left else ())
+            left = self._leftovers.changed()
+            rows = [*self._pending, self._row(optimizer, record, left)]
+            self._store.append(rows, record.step, list(self._leftovers.states.values()) if left else ())
         except BaseException:
-            self._pending.pop()
             self._watched = watched
             self._leftovers.forget()
             raise
         self._pending.clear()
         self._next += 1
 
-    def _row(self, optimizer: LineSearch, record: StepRecord, left: bool) -> Row:
+    def _row(self, optimizer: LineSearch, record: StepRecord, left: int) -> Row:
         numbers: list[float] = []
         changes = False
         for group, watched in zip(optimizer.param_groups, self._watched, strict=True):
@@ -161,7 +168,10 @@ class Ledger:
             pairs = zip(optimizer.param_groups, self._watched, strict=True)
             self._watched = [_Watched(group, watched.numbers) for group, watched in pairs]
             text = dump([watched.others for watched in self._watched])
-        return Row(pack(record, left, numbers), text)
+        try:
+            return Row(pack(record, left, numbers), text)
+        except struct.error:
+            raise InvalidArgumentError(f"settings that were numbers are not any more: {numbers}") from None
 
     def _is_next(self, optimizer: LineSearch, record: StepRecord) -> bool:
         return optimizer is self._optimizer() and record.step == self._next and self._covers(optimizer)
@@ -193,6 +203,7 @@ class Ledger:
 
         A last step that raised is not in the ledger: a resumed run repeats it.
         """
+        self._closed = True
         if self._store is None:
             return
         if self._next > self._anchored and not self._pending and self._store.is_open:
@@ -201,14 +212,11 @@ class Ledger:
         self._store = None
 
     def _checkpoint(self) -> None:
-        """Saves the weights, then says so, then removes the checkpoint before."""
+        """Saves the weights, then says so, then removes the checkpoints before."""
         if self._store is None:
             return
-        if self._pending:
-            self._store.append(self._pending, self._next - 1)
-            self._pending.clear()
-        file, old = checkpoint_path(self.path, self._next), self._saved
-        new = file.with_name(f".{file.name}.new")
+        file, new = checkpoint_path(self.path, self._next), self.path.with_name(f".{self.path.name}.checkpoint.new")
+        self._saved = self._next
         tensors = {name: slot.tensor.detach().contiguous() for name, slot in zip(self._names, self._slots, strict=True)}
         try:
             save_file(tensors, new)
@@ -219,11 +227,18 @@ class Ledger:
             sync_folder(file.parent)
         except Exception as error:
             new.unlink(missing_ok=True)
-            raise LedgerError(f"the checkpoint {file} cannot be written ({error})") from error
+            warnings.warn(
+                f"the checkpoint {file} cannot be written ({error}); the run goes on without it, nothing is lost",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
         self._store.anchor(Anchor(self._next, combined(digests(tensors.values())), True))
-        self._anchored = self._saved = self._next
-        if old is not None:
-            checkpoint_path(self.path, old).unlink(missing_ok=True)
+        self._anchored = self._next
+        for other in self.path.parent.glob(f"{glob.escape(self.path.name)}.*.safetensors"):
+            if other != file and other.name.split(".")[-2].isdigit():
+                with suppress(OSError):
+                    other.unlink()
 
 
 def check_policy(fsync: Any, checkpoint_every: Any) -> None:
@@ -261,10 +276,11 @@ class _Watched:
         return len(group) != self._size or any(group[name] != value for name, value in self.others.items())
 
 
-def _header(optimizer: LineSearch, model: Model) -> Header:
+def _header(optimizer: LineSearch, model: Model, fsync: Fsync, checkpoint_every: int | None) -> Header:
     names: dict[int, list[str]] = {}
     by_memory: dict[object, list[str]] = {}
-    for name, tensor in named_parameters(model).items():
+    tensors = named_parameters(model)
+    for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
         by_memory.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), []).append(name)
     run = optimizer.param_groups[0]["run"]
@@ -272,14 +288,18 @@ def _header(optimizer: LineSearch, model: Model) -> Header:
     for number, group in enumerate(optimizer.param_groups):
         missing = [i for i, tensor in enumerate(group["params"]) if id(tensor) not in names]
         if missing:
+            name = group["param_names"][missing[0]] if "param_names" in group else f"parameter {missing[0]}"
             raise InvalidArgumentError(
-                f"parameter {missing[0]} of group {number} is not a parameter of the model given to the ledger; "
+                f"{name} of group {number} is not a parameter of the model given to the ledger; "
                 "pass the model whose parameters are tuned"
             )
         own = tuple(names[id(tensor)][0] for tensor in group["params"])
         memory = {**group["memory"]}
         dump(memory)
-        groups.append(Group(own, "param_names" in group, _settings(group), memory))
+        labels = tuple(group["param_names"]) if "param_names" in group else None
+        if isinstance(group["lr"], Tensor):
+            raise InvalidArgumentError(f"lr of group {number} is a tensor, which a ledger cannot record; pass a number")
+        groups.append(Group(own, labels, _settings(group), memory))
     slots = optimizer.slots
     parameters = tuple(
         Parameter(
@@ -299,11 +319,14 @@ def _header(optimizer: LineSearch, model: Model) -> Header:
         distribution=run["distribution"],
         directions=run["directions"],
         max_nonfinite=optimizer.max_nonfinite,
+        fsync=fsync,
+        checkpoint_every=checkpoint_every,
         step=run["step"],
         queries=run["queries"],
         nonfinite=run["nonfinite"],
         groups=tuple(groups),
         parameters=parameters,
+        frozen=frozen_digest(model, parameters),
         noise=run["noise"],
         version=version("forwardtune"),
         created=datetime.now(UTC).isoformat(timespec="seconds"),

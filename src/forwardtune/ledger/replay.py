@@ -11,17 +11,19 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from forwardtune.errors import LedgerError
-from forwardtune.ledger.export import read
+from forwardtune.ledger.export import read, warn_of_buffers
 from forwardtune.ledger.fingerprint import combined, digests
 from forwardtune.ledger.format import Header
 from forwardtune.ledger.run import Run
 from forwardtune.ledger.tensors import (
-    BUFFER,
     Model,
+    buffers_left,
+    check_buffers,
+    frozen_digest,
     named_buffers,
     named_parameters,
     restore_buffers,
@@ -64,14 +66,21 @@ def replay(
     end = run.check_until(until)
     weights = weights_of(run.header, named_parameters(model))
     start = standing(run, weights)
-    buffers = named_buffers(model)
-    advance(run, weights, start, end, backend=backend, progress=progress)
-    if end == run.state_end:
-        restore_buffers(run.state, buffers)
-    elif any(state.name.startswith(BUFFER) for state in run.state):
+    values, buffers = buffers_left(run.state) if end == run.state_end else {}, named_buffers(model)
+    check_buffers(values, buffers)
+    warn_of_buffers(run, end)
+    if frozen_digest(model, run.header.parameters) != run.header.frozen and isinstance(model, nn.Module):
         warnings.warn(
-            f"the run changed buffers of the model, which are known after step {run.state_end} only; "
-            "they are left as they were",
+            "the parameters that the run did not move are others than in the run; those that it moved become what "
+            "they were",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    advance(run, weights, start, end, backend=backend, progress=progress)
+    missing = restore_buffers(values, buffers)
+    if missing:
+        warnings.warn(
+            f"the run changed {len(missing)} buffers that are not here, the first being {missing[0]!r}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -120,7 +129,7 @@ def check_anchor(run: Run, weights: Sequence[Tensor], step: int) -> None:
         if anchor.step == step and anchor.digest != combined(digests(weights)):
             raise LedgerError(
                 f"the replay reached other weights than the run had after step {step}: while it was recorded, "
-                "something other than the optimizer changed them"
+                "something other than the optimizer changed them. The model now has those that the replay reached"
             )
 
 

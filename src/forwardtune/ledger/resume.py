@@ -13,17 +13,23 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from forwardtune.errors import ForwardTuneError, LedgerError
+from forwardtune.ledger.export import read
+from forwardtune.ledger.files import errors
 from forwardtune.ledger.fingerprint import combined, digests
 from forwardtune.ledger.format import Header
 from forwardtune.ledger.recorder import Ledger, check_policy, checkpoint_path
 from forwardtune.ledger.replay import Progress, advance, standing
 from forwardtune.ledger.run import LiveRun, check_file, is_live
-from forwardtune.ledger.store import Fsync, Store, errors, read_slots
+from forwardtune.ledger.slots import read_slots
+from forwardtune.ledger.store import Fsync, Store
 from forwardtune.ledger.tensors import (
     Model,
+    buffers_left,
+    check_buffers,
+    frozen_digest,
     named_buffers,
     named_parameters,
     restore_buffers,
@@ -38,7 +44,7 @@ def resume(
     ledger: str | os.PathLike[str],
     *,
     backend: str = "auto",
-    fsync: Fsync = "timed",
+    fsync: Fsync | None = None,
     checkpoint_every: int | None = None,
     repair: bool = False,
     progress: Progress | None = None,
@@ -54,31 +60,41 @@ def resume(
         model: the model that the ledger was made with, with its base weights.
         ledger: the live file.
         backend: what moves the weights, in the replay and in the run; see :class:`forwardtune.RunOptions`.
-        fsync, checkpoint_every: as for :class:`forwardtune.Ledger`.
-        repair: go on from the last step from which it is possible, if the file is damaged or its last state lost (the
-            machine crashed, not the process). The file as it was is kept, with ``.damaged`` added to its name.
+        fsync, checkpoint_every: as for :class:`forwardtune.Ledger`; by default what the run began with.
+        repair: go on although the file is damaged or its last state lost (the machine crashed, not the process): from
+            the last step whose state is known, or, if none is, from the last that is sound, with a warning. The file as
+            it was is kept, with ``.damaged`` added to its name.
         progress: called now and then with the part of the replay that is done.
     """
-    check_policy(fsync, checkpoint_every)
+    check_policy("timed" if fsync is None else fsync, checkpoint_every)
     path = check_file(ledger)
     if not is_live(path):
+        read(path)
         raise LedgerError(
             f"{path} is an exported ledger, which holds what a replay needs but not the state of the run; "
             "resume the live file, or replay this one and begin a new run"
         )
-    store = Store(path, fsync)
+    store = Store(path, "timed" if fsync is None else fsync)
     try:
         run = _sound(path, store, repair)
         store.use_slot(run.slot)
+        store.fsync = run.header.fsync if fsync is None else fsync
+        every = checkpoint_every or run.header.checkpoint_every
         tensors = named_parameters(model)
         weights = weights_of(run.header, tensors)
+        values, buffers = buffers_left(run.state), named_buffers(model)
+        check_buffers(values, buffers)
+        if isinstance(model, nn.Module) and frozen_digest(model, run.header.parameters) != run.header.frozen:
+            raise LedgerError("the parameters that the run does not move are others than in the run; load its base")
         start = _start(run, weights, path)
         advance(run, weights, start, run.end, backend=backend, progress=progress)
         optimizer = _optimizer(run.header, tensors, backend)
         _relive(optimizer, run)
-        restore_buffers(run.state, named_buffers(model))
+        missing = restore_buffers(values, buffers)
+        if missing:
+            raise LedgerError(f"the run changed the buffer {missing[0]!r}, which this model does not have")
         restore_generators(run.state)
-        optimizer.recorder = Ledger._resumed(path, model, fsync, checkpoint_every, store, run, optimizer)
+        optimizer.recorder = Ledger._resumed(path, model, every, store, run, optimizer)
     except BaseException:
         store.close()
         raise
@@ -88,20 +104,27 @@ def resume(
 def _sound(path: Path, store: Store, repair: bool) -> LiveRun:
     """The run, its file ending where the next step will be written."""
     contents = store.contents()
-    run = LiveRun(contents, read_slots(path))
+    run = LiveRun(contents, read_slots(path, contents.identity))
     if run.damage or run.state_end < run.end:
         complaint = run.damage or f"the state that it left after step {run.end} is not in {path}.state0 or .state1"
         if not repair:
             raise LedgerError(
                 f"{path} cannot be resumed: {complaint}. Its steps up to {run.end} are sound and can be replayed "
-                f"(until={run.end}); resume(..., repair=True) goes on from step {run.state_end}"
+                f"(until={run.end}); resume(..., repair=True) goes on from step {run.repaired_end}"
             )
         kept = path.with_name(f"{path.name}.damaged")
         with errors(f"{path} cannot be repaired"):
             if kept.exists():
                 raise FileExistsError(f"{kept} is there already")
             shutil.copyfile(path, kept)
-        run.end, run.damage = run.state_end, None
+        run.end, run.damage = run.repaired_end, None
+        if run.state_end < run.end:
+            warnings.warn(
+                "torch's generators and the model's buffers as the run left them are lost; it goes on with those of "
+                "this process",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         run.anchors = [anchor for anchor in run.anchors if anchor.step <= run.end]
     store.cut(contents.marks[run.end - run.header.step])
     return run
@@ -142,7 +165,8 @@ def _optimizer(header: Header, tensors: dict[str, Tensor], backend: str) -> Line
         missing = [name for name in group.names if name not in tensors]
         if missing:
             raise LedgerError(f"the run's optimizer had {missing[0]!r}, which this model does not have")
-        params = [(name, tensors[name]) if group.named else tensors[name] for name in group.names]
+        own = [tensors[name] for name in group.names]
+        params = list(zip(group.labels, own, strict=True)) if group.labels else own
         groups.append({"params": params, **group.settings})
     run = {name: getattr(header, name) for name in ("seed", "distribution", "directions", "max_nonfinite")}
     try:
@@ -153,9 +177,11 @@ def _optimizer(header: Header, tensors: dict[str, Tensor], backend: str) -> Line
     theirs = {p.number: p for p in header.parameters}
     ours = {slot.parameter: slot.group for slot in optimizer.slots}
     for number in sorted(theirs.keys() ^ ours.keys()):
-        name = theirs[number].names[0] if number in theirs else f"parameter {number}"
-        here = "does not move here" if number in theirs else "moves here"
-        raise LedgerError(f"{name!r} {here}, other than in the run; set requires_grad as it was")
+        if number in theirs:
+            raise LedgerError(f"the run moves {theirs[number].names[0]!r}, which is frozen here: set requires_grad")
+        tensor = next(slot.tensor for slot in optimizer.slots if slot.parameter == number)
+        name = next(name for name, other in tensors.items() if other.data_ptr() == tensor.data_ptr())
+        raise LedgerError(f"{name!r} is tuned here and was frozen in the run: set its requires_grad to False")
     state = optimizer.state_dict()
     for packed, group in zip(state["param_groups"], header.groups, strict=True):
         packed["run"] = {**packed["run"], "step": header.step, "queries": header.queries, "nonfinite": header.nonfinite}
@@ -172,10 +198,11 @@ def _kinds(kind: type[LineSearch]) -> Iterator[type[Any]]:
 
 def _relive(optimizer: LineSearch, run: LiveRun) -> None:
     for step in range(run.header.step, run.end):
-        for group, changes in zip(optimizer.param_groups, run.settings(step), strict=True):
+        record, settings = run.entry(step)
+        for group, changes in zip(optimizer.param_groups, settings, strict=True):
             group.update(changes)
         try:
-            optimizer.relive(run.record(step))
+            optimizer.relive(record)
         except ForwardTuneError as error:
             raise LedgerError(f"the run can be replayed but not resumed: {error}") from error
     for group in optimizer.param_groups:

@@ -9,10 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from forwardtune.errors import LedgerError
+from forwardtune.errors import InvalidArgumentError, LedgerError
 from forwardtune.ledger import store
-from forwardtune.ledger.format import Header, frozen, left_behind, unpack
-from forwardtune.ledger.store import Anchor, Contents, State
+from forwardtune.ledger.files import errors
+from forwardtune.ledger.format import BUFFERS, Header, frozen, left_behind, unpack
+from forwardtune.ledger.slots import State, read_slots
+from forwardtune.ledger.store import Anchor, Contents
 from forwardtune.record import StepRecord
 
 
@@ -27,15 +29,24 @@ class Run(ABC):
     """What the run left behind beside its weights, after step `state_end`."""
     state_end: int
     anchors: list[Anchor]
-    has_losses: bool
-    """Whether the loss of every probe is known, or only that of the step."""
+    writing = False
+    """Whether a run is writing the file."""
 
     @abstractmethod
     def record(self, step: int) -> StepRecord:
         """What happened in a step."""
 
-    def records(self, start: int, until: int) -> Iterator[StepRecord]:
+    @abstractmethod
+    def left_buffers(self, end: int) -> bool:
+        """Whether the steps before `end` changed buffers of the model."""
+
+    def records(self, start: int | None = None, until: int | None = None) -> Iterator[StepRecord]:
+        """What happened in steps `start` to `until`, of all by default."""
+        start, until = self.header.step if start is None else start, self.end if until is None else until
         return (self.record(step) for step in range(start, until))
+
+    def __repr__(self) -> str:
+        return f"<run of {self.header.method}, steps {self.header.step} to {self.end}>"
 
     def check_until(self, until: int | None) -> int:
         """The step to go to: the end, unless another is asked for."""
@@ -54,12 +65,11 @@ class Run(ABC):
 class LiveRun(Run):
     """A run from the file that it is written to; `slot` holds its state."""
 
-    has_losses = True
-
     def __init__(self, contents: Contents, slots: Mapping[int, tuple[int, list[State]]]) -> None:
         self.header = Header.from_json(contents.header)
         self._rows, self.damage, self.anchors = contents.rows, contents.damage, contents.anchors
         self.end = self.header.step + len(self._rows)
+        self.anchors = [anchor for anchor in self.anchors if self.header.step <= anchor.step <= self.end]
         self.state, self.slot, self.state_end = [], 0, self.header.step
         for number, (step, states) in sorted(slots.items(), key=lambda item: item[1][0]):
             if self.header.step <= step < self.end and left_behind(self._rows[step - self.header.step].numbers):
@@ -67,40 +77,56 @@ class LiveRun(Run):
         if not self.state:
             self.state_end = self._next_left(self.header.step)
 
+    @property
+    def repaired_end(self) -> int:
+        """The last step from which a repaired run can go on."""
+        return self.state_end if self.state else self.end
+
     def _next_left(self, step: int) -> int:
         """The first step from this one on that left another state behind, or the end."""
         lefts = (i for i in range(step, self.end) if left_behind(self._rows[i - self.header.step].numbers))
         return next(lefts, self.end)
 
-    def record(self, step: int) -> StepRecord:
-        return unpack(step, self._rows[step - self.header.step].numbers, self.header)[0]
+    def left_buffers(self, end: int) -> bool:
+        rows = self._rows[: end - self.header.step]
+        return any(left_behind(row.numbers, BUFFERS) for row in rows)
 
-    def settings(self, step: int) -> list[dict[str, Any]]:
-        """The settings of each group in a step, but for those that are no numbers and as in the step before."""
-        _, numbers = unpack(step, self._rows[step - self.header.step].numbers, self.header)
-        text = self._rows[step - self.header.step].settings
+    def record(self, step: int) -> StepRecord:
+        return self.entry(step)[0]
+
+    def entry(self, step: int) -> tuple[StepRecord, list[dict[str, Any]]]:
+        """What happened in a step, and each group's settings (but for those not numeric and as in the step before)."""
+        packed, text = self._rows[step - self.header.step]
+        record, numbers = unpack(step, packed, self.header)
         try:
             changes = frozen(json.loads(text)) if text else [{} for _ in self.header.groups]
             if len(changes) != len(self.header.groups) or not all(isinstance(change, dict) for change in changes):
                 raise ValueError(f"not one for each of {len(self.header.groups)} groups")
         except (ValueError, TypeError, RecursionError) as error:
             raise LedgerError(f"the settings of step {step} make no sense ({error})") from error
-        return [{**change, **own} for change, own in zip(changes, numbers, strict=True)]
+        return record, [{**change, **own} for change, own in zip(changes, numbers, strict=True)]
 
 
 def check_file(path: str | os.PathLike[str]) -> Path:
-    file = Path(path)
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidArgumentError(f"the ledger is given by its path, not by a {type(path).__name__}")
+    file = Path(path).resolve()
     if not file.is_file():
-        raise LedgerError(f"there is no ledger at {file}")
+        raise LedgerError(f"{file} is a folder, not a ledger" if file.is_dir() else f"there is no ledger at {file}")
     return file
 
 
 def is_live(file: Path) -> bool:
     """Whether a file is one that is written by a run, rather than exported."""
-    with open(file, "rb") as handle:
+    with errors(f"{file} cannot be read"), open(file, "rb") as handle:
         return handle.read(len(store.MAGIC)) == store.MAGIC
 
 
 def read_live(file: Path) -> LiveRun:
-    slots = store.read_slots(file)  # first: if a run is writing, a step that comes after them has its state, too
-    return LiveRun(store.read(file), slots)
+    """A run that may be under way: then it ends where its state is known."""
+    slots = read_slots(file, store.read(file).identity)
+    run = LiveRun(store.read(file), slots)
+    run.writing = store.is_locked(file)
+    if run.writing and not run.damage:
+        run.end = run.state_end
+    return run

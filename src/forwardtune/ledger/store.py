@@ -1,16 +1,15 @@
-"""The live file: an append-only journal with one writer, and two slots for what a run leaves behind.
+"""The live file: an append-only journal with one writer.
 
 The journal is a magic word and records, each framed as
 
-    length, its complement, CRC-32 (little-endian uint32), payload
+    length, a check of the length, CRC-32 (little-endian uint32), payload
 
 The CRC is that of the payload and of all payloads before it. The first byte of a payload tells what it is: the header
 (JSON), a step, the settings that changed before the step that follows (JSON), or an anchor (JSON). A step is in the
 hands of the operating system when `append` returns; `fsync` tells when it is on the disk. Whatever cuts or changes the
 file, its records up to the first that is not sound are the run up to there.
 
-States (of generators and buffers) may be large and only the last counts, so they are not in the journal. Two files hold
-them in turn, written before the step that they belong to: one of the two is always whole.
+What a run leaves behind beside its weights is not in the journal but in two slots; see `slots`.
 """
 
 from __future__ import annotations
@@ -20,15 +19,17 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 from weakref import WeakSet
 
 from forwardtune.errors import LedgerError
+from forwardtune.ledger.files import errors, publish
 from forwardtune.ledger.format import SCHEMA, Row
+from forwardtune.ledger.slots import State, pack_slot, slot_paths
 
 Fsync = int | Literal["timed", "never"]
 TIMED = 5.0
@@ -36,19 +37,8 @@ TIMED = 5.0
 
 MAGIC = b"forwardtune journal\0"
 FRAME = struct.Struct("<III")
-SLOT = struct.Struct("<QIII")
 FULL = 0xFFFFFFFF
 HEADER, STEP, SETTINGS, ANCHOR = b"H", b"S", b"C", b"A"
-
-
-@dataclass(frozen=True)
-class State:
-    """A tensor that the run leaves behind beside its weights: a generator's state or a buffer."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    value: bytes
 
 
 @dataclass(frozen=True)
@@ -71,6 +61,11 @@ class Contents:
     """The size and the CRC of the file up to its header, and up to each step with what follows it."""
     damage: str | None = None
 
+    @property
+    def identity(self) -> int:
+        """What tells this run's states from those of another that was here before."""
+        return self.marks[0][1]
+
 
 class Store:
     """A file that is open for writing."""
@@ -79,12 +74,13 @@ class Store:
         self.path, self.fsync, self.is_open = path, fsync, False
         self._since, self._synced = 0, time.monotonic()
         with errors(f"{path} cannot be opened for writing"):
-            self._file = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
+            self._file, self._slots = os.open(path, os.O_RDWR), []
             try:
                 _lock(self._file, path)
-                self._slots = [os.open(slot, os.O_RDWR | os.O_CREAT, 0o666) for slot in slot_paths(path)]
+                for slot in slot_paths(path):
+                    self._slots.append(os.open(slot, os.O_RDWR | os.O_CREAT, 0o666))
             except BaseException:
-                os.close(self._file)
+                self.disown()
                 raise
         self._slot = 0
         self._dirty: set[int] = set()
@@ -99,8 +95,6 @@ class Store:
         with errors(f"{path} cannot be created"):
             try:
                 new.write_bytes(MAGIC + frame(payload, 0)[0])
-                for slot in slot_paths(path):
-                    slot.unlink(missing_ok=True)
                 publish(new, path)
             finally:
                 new.unlink(missing_ok=True)
@@ -111,6 +105,7 @@ class Store:
     def contents(self) -> Contents:
         """All that is in the file; the next record goes behind what is sound."""
         contents = read(self.path)
+        self._identity = contents.identity
         self._end, self._crc = contents.marks[-1]
         return contents
 
@@ -123,48 +118,42 @@ class Store:
                 frames += framed
             framed, crc = frame(STEP + numbers, crc)
             frames += framed
+        older = 1 - self._slot
         if states:
-            self._write_states(step, states)
-        self._write(frames, crc)
-        if self._due(len(rows)):
-            self.sync()
+            self._dirty.add(older)
+            self._put(self._slots[older], pack_slot(self._identity, step, states), 0)
+        self._write(frames, crc, self._due(len(rows)))
+        if states:
+            self._slot = older
 
     def anchor(self, anchor: Anchor) -> None:
         text = json.dumps([anchor.step, anchor.digest, anchor.checkpoint])
         self._write(*frame(ANCHOR + text.encode(), self._crc))
 
-    def _write(self, frames: bytes, crc: int) -> None:
+    def _write(self, frames: bytes, crc: int, sync: bool = False) -> None:
+        """Adds to the journal, all or nothing."""
         try:
             self._put(self._file, frames, self._end)
-        except LedgerError:
+            if sync:
+                self.sync()
+        except BaseException:
             with suppress(OSError):
                 os.ftruncate(self._file, self._end)
             raise
         self._crc, self._end = crc, self._end + len(frames)
 
-    def _write_states(self, step: int, states: Sequence[State]) -> None:
-        """Into the older slot."""
-        index = json.dumps([(state.name, state.dtype, state.shape, len(state.value)) for state in states]).encode()
-        body = index + b"".join(state.value for state in states)
-        older = 1 - self._slot
-        head = SLOT.pack(step, len(index), len(body), zlib.crc32(body, step & FULL))
-        self._put(self._slots[older], head + body, 0)
-        self._slot = older
-        self._dirty.add(older)
-
     def _put(self, descriptor: int, data: bytes, at: int) -> None:
         if not self.is_open:
             raise LedgerError(f"{self.path} is closed, or belongs to the process that this one was forked from")
         try:
-            if os.pwrite(descriptor, data, at) == len(data):
-                return
-            error: object = "no room"
-        except OSError as problem:
-            error = problem
-        raise LedgerError(
-            f"{self.path} cannot be written ({error}). The step is undone and nothing recorded is lost; "
-            "see to the disk and try again"
-        )
+            done = os.pwrite(descriptor, data, at)
+            while done < len(data):  # a large state, or no room for all
+                done += os.pwrite(descriptor, data[done:], at + done)
+        except OSError as error:
+            raise LedgerError(
+                f"{self.path} cannot be written ({error}). The step is undone and nothing recorded is lost; "
+                "see to the disk and try again"
+            ) from error
 
     def use_slot(self, number: int) -> None:
         """This slot holds the latest states: it will be overwritten last."""
@@ -213,8 +202,13 @@ class Store:
 
 def frame(payload: bytes, crc: int) -> tuple[bytes, int]:
     """A payload as it is written, and the CRC up to it."""
-    crc = zlib.crc32(payload, crc)
-    return FRAME.pack(len(payload), len(payload) ^ FULL, crc) + payload, crc
+    crc, length = zlib.crc32(payload, crc), len(payload)
+    return FRAME.pack(length, _check(length), crc) + payload, crc
+
+
+def _check(length: int) -> int:
+    """Changes in many bits if the length does in one: so a file that was cut is told from one that was changed."""
+    return length * 0x9E3779B1 & FULL ^ FULL
 
 
 def read(path: Path) -> Contents:
@@ -250,12 +244,12 @@ def read(path: Path) -> Contents:
                 contents.marks[-1] = end, crc
             else:
                 raise ValueError(f"a record of kind {kind!r}")
-        except (ValueError, TypeError, IndexError, RecursionError) as error:
+        except (ValueError, TypeError, IndexError, OverflowError, RecursionError) as error:
             contents.damage = str(error)
             break
         settings = None
     if not contents.header:
-        raise LedgerError(f"the header of {path} is damaged; nothing in it can be trusted")
+        raise LedgerError(f"the header of {path} is damaged, so nothing in it can be used; remove it and begin again")
     return contents
 
 
@@ -264,8 +258,8 @@ def _next(data: bytes, at: int, crc: int) -> tuple[bytes | None, int, str | None
     rest = len(data) - at
     if rest < FRAME.size:
         return None, crc, None
-    length, complement, claimed = FRAME.unpack_from(data, at)
-    if length ^ complement != FULL:
+    length, check, claimed = FRAME.unpack_from(data, at)
+    if check != _check(length):
         unwritten = not any(data[at:])  # blocks that were allocated when the machine went down
         return None, crc, None if unwritten else f"the record at byte {at} is damaged"
     if length > rest - FRAME.size:
@@ -281,64 +275,18 @@ def _check_schema(schema: int, path: Path) -> None:
         raise LedgerError(f"{path} has format {schema}, newer than {SCHEMA}; install a newer forwardtune")
 
 
-def slot_paths(path: Path) -> list[Path]:
-    return [path.with_name(f"{path.name}.state{number}") for number in range(2)]
-
-
-def read_slots(path: Path) -> dict[int, tuple[int, list[State]]]:
-    """The slots that are whole: their number, the step that they belong to, and their states."""
-    found = {}
-    for number, slot in enumerate(slot_paths(path)):
+def is_locked(path: Path) -> bool:
+    """Whether a run is writing the file."""
+    with errors(f"{path} cannot be read"), open(path, "rb") as file:
         try:
-            data = slot.read_bytes()
-            step, index, size, claimed = SLOT.unpack_from(data)
-            body = data[SLOT.size : SLOT.size + size]
-            if len(body) == size and zlib.crc32(body, step & FULL) == claimed:
-                found[number] = step, list(_states(body, index))
-        except (OSError, struct.error, ValueError, TypeError, RecursionError):
-            continue
-    return found
+            import fcntl
 
-
-def _states(body: bytes, index: int) -> Iterator[State]:
-    at = index
-    for name, dtype, shape, size in json.loads(body[:index]):
-        yield State(str(name), str(dtype), tuple(int(n) for n in shape), body[at : at + size])
-        at += size
-
-
-def publish(new: Path, path: Path) -> None:
-    """Gives a finished file its name, safely on the disk; a file that is there already stays."""
-    with open(new, "rb+") as file:
-        os.fsync(file.fileno())
-    taken = f"{path} is there already; choose another name or remove it"
-    try:
-        os.link(new, path)
-        new.unlink()
-    except FileExistsError:
-        raise LedgerError(taken) from None
-    except OSError:  # a file system without links
-        if path.exists():
-            raise LedgerError(taken) from None
-        new.rename(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-@contextmanager
-def errors(what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise LedgerError(f"{what} ({error})") from error
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except (ImportError, OSError):
+            return False
+    return False
 
 
 def _lock(descriptor: int, path: Path) -> None:

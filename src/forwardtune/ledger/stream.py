@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -16,12 +17,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forwardtune.errors import LedgerError
-from forwardtune.ledger.export import read
+from forwardtune.ledger.export import read, warn_of_buffers
+from forwardtune.ledger.files import publish
+from forwardtune.ledger.fingerprint import digest, digests
 from forwardtune.ledger.format import Parameter
 from forwardtune.ledger.replay import Progress, check_anchor, standing, walk, walker_over
 from forwardtune.ledger.run import Run
-from forwardtune.ledger.store import publish
-from forwardtune.ledger.tensors import BUFFER, check_kind, restore_buffers
+from forwardtune.ledger.tensors import buffers_left, check_buffers, check_kind, restore_buffers
 from forwardtune.noise import Slot
 
 PORTION = 1 << 28
@@ -40,8 +42,8 @@ def replay_file(
     """Replays from a safetensors file to another, a portion at a time, so that the model need not fit into memory.
 
     Args:
-        base: a file, or a folder with the files that a model is split into.
-        out: the file or folder to make. What the run did not move is copied.
+        base: a file, or a folder with the files that a model is split into (its JSON files are copied).
+        out: the file to make, or the folder if the base is one. What the run did not move is copied.
     """
     source, target = Path(base), Path(out)
     run = read(ledger)
@@ -49,6 +51,8 @@ def replay_file(
     files = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
     if not files or not all(file.is_file() for file in files):
         raise LedgerError(f"there is no safetensors file at {source}")
+    if not target.parent.is_dir():
+        raise LedgerError(f"there is no folder {target.parent} to write to")
     if target.exists():
         raise LedgerError(f"{target} is there already; choose another name or remove it")
     new = target.with_name(f".{target.name}.{os.getpid()}.new")
@@ -58,6 +62,8 @@ def replay_file(
             new.mkdir(parents=True)
         for file, copy in zip(files, copies, strict=True):
             shutil.copyfile(file, copy)
+        for file in source.glob("*.json"):
+            shutil.copyfile(file, new / file.name)
         _replay_copies([_Mapped(copy) for copy in copies], run, end, backend, progress)
         if source.is_dir():
             new.rename(target)
@@ -70,6 +76,10 @@ def replay_file(
 
 
 def _replay_copies(files: Sequence[_Mapped], run: Run, end: int, backend: str, progress: Progress | None) -> None:
+    names = Counter(name for file in files for name in file.tensors)
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise LedgerError(f"{twice[0]!r} is in more than one of the base files; the folder must hold one model only")
     slots: list[Slot] = []
     where: list[_Mapped] = []
     first: dict[int, int] = {}
@@ -86,6 +96,12 @@ def _replay_copies(files: Sequence[_Mapped], run: Run, end: int, backend: str, p
             where.append(file)
     weights = [slots[i].tensor for i in first.values()]
     start = standing(run, weights)
+    known = dict(zip(first, digests(weights), strict=True))
+    for slot in slots:
+        if digest(slot.tensor) != known[slot.parameter]:
+            tied = next(p.names for p in run.header.parameters if p.number == slot.parameter)
+            raise LedgerError(f"{' and '.join(tied)} are one tensor in the run, and differ in the base file")
+    warn_of_buffers(run, end)
     if start > end:
         raise LedgerError(f"the base file has the weights after step {start}, later than {end}")
     whole = walker_over([slots[i] for i in first.values()], run.header, backend)
@@ -101,9 +117,11 @@ def _replay_copies(files: Sequence[_Mapped], run: Run, end: int, backend: str, p
             file.flush()
     check_anchor(run, weights, end)
     if end == run.state_end:
+        values = buffers_left(run.state)
         for file in files:
-            saved = [state for state in run.state if state.name.removeprefix(BUFFER) in file.tensors]
-            restore_buffers(saved, {name: file.tensor(name) for name in (s.name.removeprefix(BUFFER) for s in saved)})
+            buffers = {name: file.tensor(name) for name in values.keys() & file.tensors.keys()}
+            check_buffers(values, buffers)
+            restore_buffers(values, buffers)
             file.flush()
 
 

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from forwardtune.errors import InvalidArgumentError, LedgerError
-from forwardtune.ledger.format import Header, Parameter
-from forwardtune.ledger.store import State
+from forwardtune.ledger.fingerprint import combined, digests
+from forwardtune.ledger.format import BUFFERS, LEFT, Header, Parameter
+from forwardtune.ledger.slots import State
+from forwardtune.noise import Field
 
 Model = nn.Module | Mapping[str, Tensor]
 """A module, or tensors by name."""
@@ -24,16 +26,28 @@ def named_parameters(model: Model) -> dict[str, Tensor]:
     """All names of all parameters; tied ones have several."""
     if isinstance(model, nn.Module):
         return dict(model.named_parameters(remove_duplicate=False))
-    if not isinstance(model, Mapping) or not all(isinstance(tensor, Tensor) for tensor in model.values()):
+    if not isinstance(model, Mapping):
         raise InvalidArgumentError(
             f"pass the model, or a dict of its tensors by name, not {type(model).__name__}; "
             "names are what tells a run's weights apart"
         )
+    for name, tensor in model.items():
+        if not isinstance(tensor, Tensor):
+            raise InvalidArgumentError(f"{name!r} is not a tensor but {type(tensor).__name__}")
     return dict(model)
 
 
 def named_buffers(model: Model) -> dict[str, Tensor]:
-    return dict(model.named_buffers()) if isinstance(model, nn.Module) else {}
+    return dict(model.named_buffers(remove_duplicate=False)) if isinstance(model, nn.Module) else dict(model)
+
+
+def frozen_digest(model: Model, parameters: Iterable[Parameter]) -> str | None:
+    """The fingerprint of a module's parameters that do not move, if there are any."""
+    if not isinstance(model, nn.Module):
+        return None
+    moving = {name for parameter in parameters for name in parameter.names}
+    frozen = {name: p for name, p in model.named_parameters() if name not in moving and p.device.type != "meta"}
+    return combined([*frozen, *digests(frozen.values())]) if frozen else None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -46,12 +60,16 @@ def weights_of(header: Header, tensors: Mapping[str, Tensor]) -> list[Tensor]:
     for parameter in header.parameters:
         name = next((name for name in parameter.names if name in tensors), None)
         if name is None:
+            wrapped = any(n.endswith(f".{parameter.names[0]}") for n in tensors)
             raise LedgerError(
                 f"the run moves {parameter.names[0]!r}, which is not among these weights ({_some(tensors)}); "
-                "use the model that the ledger was made with"
+                + ("pass the model without its wrapper" if wrapped else "use the model that the ledger was made with")
             )
         tensor = tensors[name].detach()
         check_kind(parameter, tensor.shape, dtype_name(tensor.dtype))
+        for other in parameter.names:
+            if other in tensors and tensors[other].data_ptr() != tensor.data_ptr():
+                raise LedgerError(f"{name!r} and {other!r} are one tensor in the run, and two here; tie them")
         found.append(tensor)
     return found
 
@@ -76,9 +94,10 @@ class Leftovers:
     `states` has all that have changed since the run began.
     """
 
-    def __init__(self, model: Model, devices: Iterable[torch.device], states: Iterable[State] = ()) -> None:
+    def __init__(self, model: Model, field: Field, states: Iterable[State] = ()) -> None:
         self.states = {state.name: state for state in states}
-        self._devices = sorted((device for device in devices if device.type != "cpu"), key=str)
+        self._devices = sorted((device for device in field.devices if device.type != "cpu"), key=str)
+        self._tuned = field.storages
         self._modules = [
             (f"{BUFFER}{prefix}." if prefix else BUFFER, module)
             for prefix, module in (model.named_modules() if isinstance(model, nn.Module) else ())
@@ -88,9 +107,9 @@ class Leftovers:
         for name, buffer in self._buffers():
             self._is_new(name, _look(buffer))
 
-    def changed(self) -> bool:
-        """Whether anything is not as it was at the last call."""
-        new = []
+    def changed(self) -> int:
+        """Whether anything is not as it was at the last call: LEFT, with BUFFERS if any buffer has ever changed."""
+        new: list[State] = []
         generator = torch.default_generator.get_state().numpy().tobytes()
         if generator != self._known.get(CPU):
             self._known[CPU] = generator
@@ -99,11 +118,15 @@ class Leftovers:
             new += [_state(name, tensor) for name, tensor in self._others() if self._is_new(name, _look(tensor))]
         for state in new:
             self.states[state.name] = state
-        return bool(new)
+        self._new = new
+        if not new:
+            return 0
+        return LEFT + BUFFERS if any(name.startswith(BUFFER) for name in self.states) else LEFT
 
     def forget(self) -> None:
-        """What was found has not been kept: all counts as changed the next time."""
-        self._known.clear()
+        """What was found has not been kept: it counts as changed the next time."""
+        for state in self._new:
+            self._known.pop(state.name, None)
 
     def _is_new(self, name: str, value: object) -> bool:
         known = self._known.get(name)
@@ -120,7 +143,9 @@ class Leftovers:
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         for prefix, module in self._modules:
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.layout == torch.strided and not nn.parameter.is_lazy(buffer):
+                if buffer is None or buffer.layout != torch.strided or nn.parameter.is_lazy(buffer):
+                    continue
+                if buffer.untyped_storage().data_ptr() not in self._tuned:
                     yield prefix + name, buffer
 
 
@@ -147,27 +172,37 @@ def value_of(state: State) -> Tensor:
         raise LedgerError(f"the ledger's state of {state.name!r} makes no sense ({error})") from error
 
 
+def buffers_left(states: Iterable[State]) -> dict[str, Tensor]:
+    """The values that a run left in buffers, by name."""
+    return {s.name.removeprefix(BUFFER): value_of(s) for s in states if s.name.startswith(BUFFER)}
+
+
+def check_buffers(values: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+    """Refuses buffers of another kind than those that the run changed."""
+    for name, value in values.items():
+        if name in buffers and (buffers[name].shape != value.shape or buffers[name].dtype != value.dtype):
+            raise LedgerError(
+                f"the buffer {name!r} is {list(buffers[name].shape)} of {dtype_name(buffers[name].dtype)}, and the run "
+                f"left {list(value.shape)} of {dtype_name(value.dtype)} in it; use the model it was made with"
+            )
+
+
 @torch.no_grad()
-def restore_buffers(states: Iterable[State], buffers: Mapping[str, Tensor]) -> None:
-    """Gives buffers the values that a run left in them."""
-    for state in states:
-        if state.name.startswith(BUFFER):
-            name, value = state.name.removeprefix(BUFFER), value_of(state)
-            if name not in buffers:
-                raise LedgerError(f"the run changed the buffer {name!r}, which this model does not have")
-            if buffers[name].shape != value.shape or buffers[name].dtype != value.dtype:
-                raise LedgerError(
-                    f"the buffer {name!r} is {list(buffers[name].shape)} of {dtype_name(buffers[name].dtype)}, and the "
-                    f"run left {list(value.shape)} of {dtype_name(value.dtype)} in it"
-                )
-            buffers[name].copy_(value)
+def restore_buffers(values: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> list[str]:
+    """Gives buffers the values that a run left in them; the names of those that are not there."""
+    for name in values.keys() & buffers.keys():
+        buffers[name].copy_(values[name])
+    return [name for name in values if name not in buffers]
 
 
 def restore_generators(states: Iterable[State]) -> None:
     """Puts torch's generators where the run left them."""
     for state in states:
-        if state.name == CPU:
-            torch.set_rng_state(value_of(state))
-        elif state.name.startswith(GENERATOR):
-            device = torch.device(state.name.removeprefix(GENERATOR))
-            torch.get_device_module(device).set_rng_state(value_of(state), device)
+        try:
+            if state.name == CPU:
+                torch.set_rng_state(value_of(state))
+            elif state.name.startswith(GENERATOR):
+                device = torch.device(state.name.removeprefix(GENERATOR))
+                torch.get_device_module(device).set_rng_state(value_of(state), device)
+        except (RuntimeError, AttributeError) as error:
+            raise LedgerError(f"the run's {state.name} cannot be restored here ({error})") from error

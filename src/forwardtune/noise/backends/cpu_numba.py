@@ -124,6 +124,15 @@ def _add_all(address, dtype, count, noise, offsets, sums):
 
 
 @jit
+def _no_zeros(offsets):
+    """Whether no offset is lost in float32."""
+    zeros = 0
+    for offset in offsets:
+        zeros += f32(offset) == 0
+    return zeros == 0
+
+
+@jit
 def _chain(chunks, shapes, strides, first, last, kind, keys, steps, directions, offsets, sums):
     """Walks all rows in one tile after the other. A row is a direction of a step; each group makes its `sums` of it."""
     words = np.empty(D.TILE_WORDS, u32)
@@ -144,7 +153,7 @@ def _chain(chunks, shapes, strides, first, last, kind, keys, steps, directions, 
                     continue
                 philox(words, u64((start + low) // tile * D.LANES), directions[row], u64(parameter), steps[row], keys)
                 at = 0
-                if kind == RADEMACHER and dtype == F32:
+                if kind == RADEMACHER and dtype == F32 and _no_zeros(offsets[row, group, : sums[row, group]]):
                     at = n // 32 * 32
                     for i in range(0, sums[row, group], FUSED):
                         add_five_rademacher(u64(place), words[: n // 32], offsets[row, group, i : i + FUSED])
