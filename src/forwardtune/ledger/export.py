@@ -78,8 +78,8 @@ def warn_of_buffers(run: Run, end: int) -> None:
     if end != run.state_end and run.left_buffers(end):
         known = f"known after step {run.state_end} only" if run.state else "lost"
         warnings.warn(
-            f"the run changed buffers of the model, such as the statistics of BatchNorm; what it left in them is {known}, "
-            f"so here, after step {end}, they are those of the base",
+            f"the run changed buffers of the model, such as the statistics of BatchNorm; what it left in them is "
+            f"{known}, so here, after step {end}, they are those of the base",
             RuntimeWarning,
             stacklevel=3,
         )

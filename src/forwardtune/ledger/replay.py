@@ -65,7 +65,7 @@ def replay(
     run = read(ledger)
     end = run.check_until(until)
     weights = weights_of(run.header, named_parameters(model))
-    start = standing(run, weights)
+    start = check_start(standing(run, weights), end)
     values, buffers = buffers_left(run.state) if end == run.state_end else {}, named_buffers(model)
     check_buffers(values, buffers)
     warn_of_buffers(run, end)
@@ -103,15 +103,19 @@ def standing(run: Run, weights: Sequence[Tensor]) -> int:
     )
 
 
-def advance(
-    run: Run, weights: Sequence[Tensor], start: int, end: int, *, backend: str, progress: Progress | None = None
-) -> None:
-    """Walks the weights, which are those after step `start`, to those after step `end`."""
+def check_start(start: int, end: int) -> int:
     if start > end:
         raise LedgerError(
             f"these weights are those after step {start}, and a step cannot be taken back exactly: "
             f"load the base weights to replay until {end}"
         )
+    return start
+
+
+def advance(
+    run: Run, weights: Sequence[Tensor], start: int, end: int, *, backend: str, progress: Progress | None = None
+) -> None:
+    """Walks the weights, which are those after step `start`, to those after step `end`."""
     slots = [Slot(tensor, p.number, p.group) for p, tensor in zip(run.header.parameters, weights, strict=True)]
     walker = walker_over(slots, run.header, backend)
     for done in walk(run, walker, walker, start, end):

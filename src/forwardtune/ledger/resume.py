@@ -21,7 +21,7 @@ from forwardtune.ledger.files import errors
 from forwardtune.ledger.fingerprint import combined, digests
 from forwardtune.ledger.format import Header
 from forwardtune.ledger.recorder import Ledger, check_policy, checkpoint_path
-from forwardtune.ledger.replay import Progress, advance, standing
+from forwardtune.ledger.replay import Progress, advance, check_start, standing
 from forwardtune.ledger.run import LiveRun, check_file, is_live
 from forwardtune.ledger.slots import read_slots
 from forwardtune.ledger.store import Fsync, Store
@@ -86,7 +86,7 @@ def resume(
         check_buffers(values, buffers)
         if isinstance(model, nn.Module) and frozen_digest(model, run.header.parameters) != run.header.frozen:
             raise LedgerError("the parameters that the run does not move are others than in the run; load its base")
-        start = _start(run, weights, path)
+        start = check_start(_start(run, weights, path), run.end)
         advance(run, weights, start, run.end, backend=backend, progress=progress)
         optimizer = _optimizer(run.header, tensors, backend)
         _relive(optimizer, run)

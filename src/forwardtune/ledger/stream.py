@@ -21,7 +21,7 @@ from forwardtune.ledger.export import read, warn_of_buffers
 from forwardtune.ledger.files import publish
 from forwardtune.ledger.fingerprint import digest, digests
 from forwardtune.ledger.format import Parameter
-from forwardtune.ledger.replay import Progress, check_anchor, standing, walk, walker_over
+from forwardtune.ledger.replay import Progress, check_anchor, check_start, standing, walk, walker_over
 from forwardtune.ledger.run import Run
 from forwardtune.ledger.tensors import buffers_left, check_buffers, check_kind, restore_buffers
 from forwardtune.noise import Slot
@@ -95,15 +95,13 @@ def _replay_copies(files: Sequence[_Mapped], run: Run, end: int, backend: str, p
             slots.append(Slot(file.tensor(name, parameter), parameter.number, parameter.group))
             where.append(file)
     weights = [slots[i].tensor for i in first.values()]
-    start = standing(run, weights)
+    start = check_start(standing(run, weights), end)
     known = dict(zip(first, digests(weights), strict=True))
     for slot in slots:
         if digest(slot.tensor) != known[slot.parameter]:
             tied = next(p.names for p in run.header.parameters if p.number == slot.parameter)
             raise LedgerError(f"{' and '.join(tied)} are one tensor in the run, and differ in the base file")
     warn_of_buffers(run, end)
-    if start > end:
-        raise LedgerError(f"the base file has the weights after step {start}, later than {end}")
     whole = walker_over([slots[i] for i in first.values()], run.header, backend)
     portions = _portions([slot.tensor.nbytes for slot in slots])
     total = sum(slot.tensor.nbytes for slot in slots)
