@@ -1,4 +1,4 @@
-"""A training run with dropout, BatchNorm, a scheduler and a real DataLoader, killed again and again.
+"""A training run with groups, dropout, BatchNorm, a scheduler and a real DataLoader, killed again and again.
 
     python -m tests.killed_run FOLDER METHOD DTYPE KILLS
 
@@ -59,7 +59,9 @@ def train(folder: Path, method: str, dtype: torch.dtype, report, steps: int = ST
     if path.exists():
         optimizer, step = ft.resume(model, path)
     else:
-        optimizer, step = METHODS[method](model.named_parameters(), seed=3, recorder=ft.Ledger(path, model)), 0
+        groups = [{"params": list(layer.named_parameters())} for layer in model if list(layer.parameters())]
+        ledger = ft.Ledger(path, model, checkpoint_every=100)
+        optimizer, step = METHODS[method](groups, seed=3, recorder=ledger), 0
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
     for _ in range(step):
         scheduler.step()
