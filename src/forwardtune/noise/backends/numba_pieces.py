@@ -101,15 +101,16 @@ def _add_five_signs(address, word, c0, c1, c2, c3, c4):
     for j in range(_32):
         sign = u32(u32(word << u32(u32(31) - u32(j))) & u32(0x80000000))
         y = u32(f32(x[j]).view(u32) ^ sign).view(f32)
-        x[j] = u32(f32(((((y + c0) + c1) + c2) + c3) + c4).view(u32) ^ sign).view(f32) + f32(0.0)
+        y = (((y + c0) + c1) + c2) + c3
+        x[j] = u32(f32(y).view(u32) ^ sign).view(f32) + u32(f32(c4).view(u32) ^ sign).view(f32)
 
 
 @jit
 def add_five_rademacher(address, words, offsets):
     """Five sums one after the other in a register, for 32 elements a word.
 
-    Rounding is symmetric, so instead of every offset the weight gets the sign, and afterwards loses it again; what
-    cancels is +0.0 either way. Offsets of -0.0 change nothing; at least one must not be zero.
+    Rounding is symmetric, so instead of each offset the weight gets the sign, and loses it again before the last sum,
+    whose zeros are thus +0.0 as they should be. Offsets of -0.0 change nothing; at least one must not be zero.
     """
     c0, c1, c2, c3, c4 = f32(offsets[0]), f32(offsets[1]), f32(offsets[2]), f32(offsets[3]), f32(offsets[4])
     for k in range(u64(words.size)):
