@@ -62,6 +62,19 @@ def recorded(path, method="VS2P", dtype=torch.float32, steps=40, groups=False, c
     return model, optimizer, states
 
 
+def gone_on(path, steps, dtype=torch.float32):
+    """A recorded run, resumed with another scheduler and gone on to so many steps: its model, optimizer and start."""
+    model = Net(dtype)
+    optimizer, start = ft.resume(model, path)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+    for _ in range(start):
+        scheduler.step()
+    for _ in range(start, steps):
+        optimizer.step(lambda: loss(model))
+        scheduler.step()
+    return model, optimizer, start
+
+
 def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 

@@ -21,7 +21,7 @@ import forwardtune as ft
 from forwardtune.ledger import diff, export, read, replay_file
 from forwardtune.noise import Slot, Term, Walker
 from forwardtune.noise.distributions import DISTRIBUTIONS
-from tests.runs import METHODS, Net, loss, recorded, same, snapshot
+from tests.runs import METHODS, Net, gone_on, loss, recorded, same, snapshot
 
 GOLDEN = Path(__file__).with_name("data")
 
@@ -421,15 +421,8 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(path, method, dtype):
     _, optimizer, _ = recorded(path, method, dtype, steps=25, groups=True)
     optimizer.recorder.close()
     torch.manual_seed(99)
-    model = Net(dtype)
-    optimizer, step = ft.resume(model, path)
-    assert step == 25
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
-    for _ in range(step):
-        scheduler.step()
-    for _ in range(step, 40):
-        optimizer.step(lambda: loss(model))
-        scheduler.step()
+    model, optimizer, start = gone_on(path, 40, dtype)
+    assert start == 25
     assert same(model.state_dict(), whole.state_dict())
     assert optimizer.state_dict() == reference.state_dict()
     assert optimizer.last_step == reference.last_step
@@ -467,15 +460,8 @@ def test_a_step_that_was_interrupted_is_repeated(path):
 
     with pytest.raises(KeyboardInterrupt), optimizer.recorder:
         optimizer.step(interrupted)
-    model = Net()
-    optimizer, step = ft.resume(model, path)
-    assert step == 6
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
-    for _ in range(step):
-        scheduler.step()
-    for _ in range(step, 10):
-        optimizer.step(lambda: loss(model))
-        scheduler.step()
+    model, _, start = gone_on(path, 10)
+    assert start == 6
     assert same(model.state_dict(), whole.state_dict())
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,7 +47,7 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], *, until: 
     end = run.check_until(until)
     if not target.parent.is_dir():
         raise LedgerError(f"there is no folder {target.parent} to write to")
-    warn_of_buffers(run, end)
+    run.warn_of_buffers(end)
     arrays, formulas = _encode(_table(run, end))
     state = [item for item in run.state if item.name.startswith(BUFFER)] if end == run.state_end else []
     arrays |= {f"state.{i}": np.frombuffer(item.value, np.uint8) for i, item in enumerate(state)}
@@ -71,18 +70,6 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], *, until: 
         raise LedgerError(f"{target} cannot be written ({error})") from error
     finally:
         new.unlink(missing_ok=True)
-
-
-def warn_of_buffers(run: Run, end: int) -> None:
-    """Buffers are known at one moment of a run only."""
-    if end != run.state_end and run.left_buffers(end):
-        known = f"known after step {run.state_end} only" if run.state else "lost"
-        warnings.warn(
-            f"the run changed buffers of the model, such as the statistics of BatchNorm; what it left in them is "
-            f"{known}, so here, after step {end}, they are those of the base",
-            RuntimeWarning,
-            stacklevel=3,
-        )
 
 
 def _table(run: Run, end: int) -> dict[str, Column]:

@@ -12,8 +12,7 @@ from forwardtune.errors import LedgerError
 
 def publish(new: Path, path: Path) -> None:
     """Gives a finished file its name, safely on the disk; a file that is there already stays."""
-    with open(new, "rb+") as file:
-        os.fsync(file.fileno())
+    sync_file(new)
     taken = f"{path} is there already; choose another name or remove it"
     try:
         os.link(new, path)
@@ -25,6 +24,11 @@ def publish(new: Path, path: Path) -> None:
             raise LedgerError(taken) from None
         new.rename(path)
     sync_folder(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

@@ -10,6 +10,7 @@ The header describes the run and the weights it started from. A step is packed a
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,8 +18,11 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+import torch
+
 from forwardtune.errors import InvalidArgumentError, LedgerError
 from forwardtune.noise import DISTRIBUTIONS, NOISE_VERSION
+from forwardtune.noise.backends import plan
 from forwardtune.noise.walker import check_number
 from forwardtune.record import LineRecord, StepRecord
 
@@ -27,8 +31,13 @@ TAKEN, NOT_TAKEN, RAISED = 0, 1, 2
 LEFT, BUFFERS = 4, 8
 """Added to the kind of a step that left another state behind than the step before, and if buffers are part of it."""
 
-DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""The dtypes of weights, with their sizes in bytes."""
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+DTYPES = tuple(map(dtype_name, plan.DTYPES))
+"""The dtypes of weights, by name."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,7 @@ class Header:
     @property
     def dimension(self) -> int:
         """How many weights move."""
-        return sum(elements(parameter.shape) for parameter in self.parameters)
+        return sum(math.prod(parameter.shape) for parameter in self.parameters)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -121,9 +130,9 @@ class Header:
         _require(isinstance(self.defaults, dict), f"defaults {self.defaults!r}")
         for group in self.groups:
             _require(isinstance(group.settings, dict) and isinstance(group.memory, dict), "a group's settings")
-            _require(
-                isinstance(group.names, tuple) and all(isinstance(n, str) for n in group.names), "names of a group"
-            )
+            for names in (group.names, group.names if group.labels is None else group.labels):
+                _require(isinstance(names, tuple) and all(isinstance(n, str) for n in names), "a group's names")
+                _require(len(names) == len(group.names), "a group's names")
         for p in self.parameters:
             _require(p.names and all(isinstance(name, str) for name in p.names), f"names {p.names!r}")
             _require(isinstance(p.number, int) and 0 <= p.number < 2**32, f"parameter number {p.number!r}")
@@ -135,13 +144,6 @@ class Header:
 def _require(condition: object, complaint: str = "") -> None:
     if not condition:
         raise ValueError(complaint)
-
-
-def elements(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def frozen(value: Any) -> Any:

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from forwardtune.arguments import check_integer, plain
 from forwardtune.errors import InvalidArgumentError, LedgerError
-from forwardtune.ledger.files import sync_folder
+from forwardtune.ledger.files import sync_file, sync_folder
 from forwardtune.ledger.fingerprint import combined, digests
-from forwardtune.ledger.format import Group, Header, Parameter, Row, dump, pack
+from forwardtune.ledger.format import Group, Header, Parameter, Row, dtype_name, dump, pack
 from forwardtune.ledger.run import LiveRun
 from forwardtune.ledger.slots import State
 from forwardtune.ledger.store import Anchor, Fsync, Store
-from forwardtune.ledger.tensors import Leftovers, Model, dtype_name, frozen_digest, named_parameters
+from forwardtune.ledger.tensors import Leftovers, Model, frozen_digest, named_parameters
 from forwardtune.noise import Slot
 from forwardtune.optimizer import LineSearch
 from forwardtune.record import StepRecord
@@ -221,8 +221,7 @@ class Ledger:
         try:
             save_file(tensors, new)
             shutil.copymode(self.path, new)
-            with open(new, "rb+") as handle:
-                os.fsync(handle.fileno())
+            sync_file(new)
             new.replace(file)
             sync_folder(file.parent)
         except Exception as error:

@@ -11,11 +11,11 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from forwardtune.errors import LedgerError
-from forwardtune.ledger.export import read, warn_of_buffers
+from forwardtune.ledger.export import read
 from forwardtune.ledger.fingerprint import combined, digests
 from forwardtune.ledger.format import Header
 from forwardtune.ledger.run import Run
@@ -23,7 +23,7 @@ from forwardtune.ledger.tensors import (
     Model,
     buffers_left,
     check_buffers,
-    frozen_digest,
+    has_frozen_of,
     named_buffers,
     named_parameters,
     restore_buffers,
@@ -65,11 +65,11 @@ def replay(
     run = read(ledger)
     end = run.check_until(until)
     weights = weights_of(run.header, named_parameters(model))
-    start = check_start(standing(run, weights), end)
+    start = check_start(standing(run, digests(weights)), end)
     values, buffers = buffers_left(run.state) if end == run.state_end else {}, named_buffers(model)
     check_buffers(values, buffers)
-    warn_of_buffers(run, end)
-    if frozen_digest(model, run.header.parameters) != run.header.frozen and isinstance(model, nn.Module):
+    run.warn_of_buffers(end)
+    if not has_frozen_of(run.header, model):
         warnings.warn(
             "the parameters that the run did not move are others than in the run; those that it moved become what "
             "they were",
@@ -87,9 +87,8 @@ def replay(
     return model
 
 
-def standing(run: Run, weights: Sequence[Tensor]) -> int:
-    """After which step of the run these are the weights."""
-    found = digests(weights)
+def standing(run: Run, found: Sequence[str]) -> int:
+    """After which step of the run the weights have these fingerprints."""
     differing = [p.names[0] for p, digest in zip(run.header.parameters, found, strict=True) if p.digest != digest]
     if not differing:
         return run.header.step

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from forwardtune.errors import ForwardTuneError, LedgerError
 from forwardtune.ledger.export import read
@@ -29,7 +29,7 @@ from forwardtune.ledger.tensors import (
     Model,
     buffers_left,
     check_buffers,
-    frozen_digest,
+    has_frozen_of,
     named_buffers,
     named_parameters,
     restore_buffers,
@@ -66,7 +66,8 @@ def resume(
             it was is kept, with ``.damaged`` added to its name.
         progress: called now and then with the part of the replay that is done.
     """
-    check_policy("timed" if fsync is None else fsync, checkpoint_every)
+    asked = "timed" if fsync is None else fsync
+    check_policy(asked, checkpoint_every)
     path = check_file(ledger)
     if not is_live(path):
         read(path)
@@ -74,17 +75,18 @@ def resume(
             f"{path} is an exported ledger, which holds what a replay needs but not the state of the run; "
             "resume the live file, or replay this one and begin a new run"
         )
-    store = Store(path, "timed" if fsync is None else fsync)
+    store = Store(path, asked)
     try:
         run = _sound(path, store, repair)
         store.use_slot(run.slot)
         store.fsync = run.header.fsync if fsync is None else fsync
         every = checkpoint_every or run.header.checkpoint_every
+        check_policy(store.fsync, every)
         tensors = named_parameters(model)
         weights = weights_of(run.header, tensors)
         values, buffers = buffers_left(run.state), named_buffers(model)
         check_buffers(values, buffers)
-        if isinstance(model, nn.Module) and frozen_digest(model, run.header.parameters) != run.header.frozen:
+        if not has_frozen_of(run.header, model):
             raise LedgerError("the parameters that the run does not move are others than in the run; load its base")
         start = check_start(_start(run, weights, path), run.end)
         advance(run, weights, start, run.end, backend=backend, progress=progress)
@@ -150,7 +152,7 @@ def _start(run: LiveRun, weights: list[Tensor], path: Path) -> int:
             RuntimeWarning,
             stacklevel=3,
         )
-    return standing(run, weights)
+    return standing(run, digests(weights))
 
 
 def _optimizer(header: Header, tensors: dict[str, Tensor], backend: str) -> LineSearch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -48,6 +49,17 @@ class Run(ABC):
     def __repr__(self) -> str:
         return f"<run of {self.header.method}, steps {self.header.step} to {self.end}>"
 
+    def warn_of_buffers(self, end: int) -> None:
+        """Tells the caller's caller if what the run left in buffers is not known after step `end`."""
+        if end != self.state_end and self.left_buffers(end):
+            known = f"known after step {self.state_end} only" if self.state else "lost"
+            warnings.warn(
+                "the run changed buffers of the model, such as the statistics of BatchNorm; what it left in them is "
+                f"{known}, so here, after step {end}, they are those of the base",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
     def check_until(self, until: int | None) -> int:
         """The step to go to: the end, unless another is asked for."""
         if until is None:
@@ -67,15 +79,13 @@ class LiveRun(Run):
 
     def __init__(self, contents: Contents, slots: Mapping[int, tuple[int, list[State]]]) -> None:
         self.header = Header.from_json(contents.header)
-        self._rows, self.damage, self.anchors = contents.rows, contents.damage, contents.anchors
+        self._rows, self.damage = contents.rows, contents.damage
         self.end = self.header.step + len(self._rows)
-        self.anchors = [anchor for anchor in self.anchors if self.header.step <= anchor.step <= self.end]
-        self.state, self.slot, self.state_end = [], 0, self.header.step
+        self.anchors = [anchor for anchor in contents.anchors if self.header.step <= anchor.step <= self.end]
+        self.state, self.slot, self.state_end = [], 0, self._next_left(self.header.step)
         for number, (step, states) in sorted(slots.items(), key=lambda item: item[1][0]):
             if self.header.step <= step < self.end and left_behind(self._rows[step - self.header.step].numbers):
                 self.state, self.slot, self.state_end = states, number, self._next_left(step + 1)
-        if not self.state:
-            self.state_end = self._next_left(self.header.step)
 
     @property
     def repaired_end(self) -> int:

@@ -17,10 +17,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forwardtune.errors import LedgerError
-from forwardtune.ledger.export import read, warn_of_buffers
+from forwardtune.ledger.export import read
 from forwardtune.ledger.files import publish
-from forwardtune.ledger.fingerprint import digest, digests
-from forwardtune.ledger.format import Parameter
+from forwardtune.ledger.fingerprint import digests
+from forwardtune.ledger.format import Parameter, dtype_name
 from forwardtune.ledger.replay import Progress, check_anchor, check_start, standing, walk, walker_over
 from forwardtune.ledger.run import Run
 from forwardtune.ledger.tensors import buffers_left, check_buffers, check_kind, restore_buffers
@@ -95,13 +95,13 @@ def _replay_copies(files: Sequence[_Mapped], run: Run, end: int, backend: str, p
             slots.append(Slot(file.tensor(name, parameter), parameter.number, parameter.group))
             where.append(file)
     weights = [slots[i].tensor for i in first.values()]
-    start = check_start(standing(run, weights), end)
-    known = dict(zip(first, digests(weights), strict=True))
-    for slot in slots:
-        if digest(slot.tensor) != known[slot.parameter]:
+    found = digests(slot.tensor for slot in slots)
+    start = check_start(standing(run, [found[i] for i in first.values()]), end)
+    for slot, digest in zip(slots, found, strict=True):
+        if digest != found[first[slot.parameter]]:
             tied = next(p.names for p in run.header.parameters if p.number == slot.parameter)
             raise LedgerError(f"{' and '.join(tied)} are one tensor in the run, and differ in the base file")
-    warn_of_buffers(run, end)
+    run.warn_of_buffers(end)
     whole = walker_over([slots[i] for i in first.values()], run.header, backend)
     portions = _portions([slot.tensor.nbytes for slot in slots])
     total = sum(slot.tensor.nbytes for slot in slots)
@@ -161,7 +161,7 @@ class _Mapped:
         info = self.tensors[name]
         dtype = self.DTYPES.get(info["dtype"])
         if parameter:
-            check_kind(parameter, info["shape"], str(dtype).removeprefix("torch."))
+            check_kind(parameter, info["shape"], dtype_name(dtype))
         if dtype is None:
             raise LedgerError(f"{name!r} is of dtype {info['dtype']}, which is not supported")
         low, high = info["data_offsets"]

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from forwardtune.buffers import LARGE
 from forwardtune.errors import InvalidArgumentError, LedgerError
 from forwardtune.ledger.fingerprint import combined, digests
-from forwardtune.ledger.format import BUFFERS, LEFT, Header, Parameter
+from forwardtune.ledger.format import BUFFERS, LEFT, Header, Parameter, dtype_name
 from forwardtune.ledger.slots import State
 from forwardtune.noise import Field
 
@@ -18,8 +19,6 @@ Model = nn.Module | Mapping[str, Tensor]
 
 GENERATOR, BUFFER = "generator:", "buffer:"
 CPU = f"{GENERATOR}cpu"
-LARGE = 100_000
-"""Buffers of more elements are taken for unchanged as long as torch's version counter says so."""
 
 
 def named_parameters(model: Model) -> dict[str, Tensor]:
@@ -50,8 +49,9 @@ def frozen_digest(model: Model, parameters: Iterable[Parameter]) -> str | None:
     return combined([*frozen, *digests(frozen.values())]) if frozen else None
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def has_frozen_of(header: Header, model: Model) -> bool:
+    """Whether a module's parameters that do not move are those of the run; of other models they are not known."""
+    return not isinstance(model, nn.Module) or frozen_digest(model, header.parameters) == header.frozen
 
 
 def weights_of(header: Header, tensors: Mapping[str, Tensor]) -> list[Tensor]:
@@ -150,6 +150,7 @@ class Leftovers:
 
 
 def _look(buffer: Tensor) -> object:
+    """What tells whether a buffer has changed: its value, or of a large one its version."""
     if buffer.numel() <= LARGE:
         return buffer.detach()
     return buffer.data_ptr(), 0 if buffer.is_inference() else buffer._version
