@@ -19,3 +19,7 @@ class NonFiniteLossError(ForwardTuneError, RuntimeError):
 
 class LedgerError(ForwardTuneError, RuntimeError):
     """A ledger cannot be written, read or applied."""
+
+
+class ExperimentError(ForwardTuneError, RuntimeError):
+    """A comparison cannot be read, run or reported."""

@@ -1,0 +1,161 @@
+"""Makes all runs of a plan, several at a time, each in one of a few worker processes.
+
+A worker that dies takes nothing with it, since its run is in the ledger; workers end with the process that started them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, get_context, parent_process
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+from forwardtune.errors import ExperimentError, ForwardTuneError
+from forwardtune.experiments.plan import Run, plan
+from forwardtune.experiments.runner import Event, Tell, base_of, execute
+from forwardtune.experiments.spec import Spec, steps
+from forwardtune.experiments.store import Store, write_text
+from forwardtune.experiments.workloads import Sources, prepare
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the runs are made on: so many at a time, each with so many threads."""
+
+    device: str = "cpu"
+    workers: int = 1
+    threads: int = 1
+
+    @staticmethod
+    def choose(device: str | None = None, workers: int | None = None, threads: int | None = None) -> Machine:
+        """All cores, one run a core; a GPU does one run at a time. What is given stays."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise ExperimentError(f"the device {device!r} cannot be used ({str(error).splitlines()[0]})") from None
+        if workers is None:
+            workers = 1 if device != "cpu" else max(1, cores // (threads or 1))
+        return Machine(device, workers, threads or max(1, cores // workers))
+
+
+def compare(spec: Spec, store: Store, sources: Sources, machine: Machine, tell: Tell = lambda event: None) -> None:
+    """Makes the runs that are not in the store yet.
+
+    `tell` hears of everything: ``plan``, ``base``, ``start``, ``progress``, ``look``, ``note`` and ``done``.
+    """
+    with store.lock():
+        runs = plan(spec)
+        for workload in spec.workloads:  # so that what is missing is noticed now, not after hours
+            task = prepare(workload, sources, machine.device)
+            for method in spec.methods:
+                steps(workload, method, task.queries)
+        open_runs = check_finished(runs, store, sources, machine)
+        write_text(store.spec_file, spec.text)
+        tell({"event": "plan", "spec": spec.name, "runs": len(runs), "finished": len(runs) - len(open_runs)})
+        for workload in dict.fromkeys(run.workload for run in open_runs):
+            tell({"event": "base", "workload": workload.name, "weights": workload.weights})
+            torch.set_num_threads(machine.workers * machine.threads)
+            base_of(prepare(workload, sources, machine.device), store)
+        prepare.cache_clear()
+        if open_runs:
+            _Crew(store, sources, machine, tell).work(open_runs)
+
+
+def check_finished(runs: Sequence[Run], store: Store, sources: Sources, machine: Machine) -> list[Run]:
+    """The runs that are left; those that are done must have been made on the same data."""
+    left = []
+    for run in runs:
+        result = store.result(run.id)
+        if result is None:
+            left.append(run)
+            continue
+        here = prepare(run.workload, sources, machine.device).data
+        if result["data"]["digest"] != here["digest"]:
+            there = result["data"]
+            raise ExperimentError(
+                f"runs in {store.folder} were made on other data of the name {here['name']} ({there['train']:,} training "
+                f"and {there['test']:,} test examples, here {here['train']:,} and {here['test']:,}); choose another folder"
+            )
+    return left
+
+
+class _Crew:
+    """Worker processes and the pipes to them."""
+
+    def __init__(self, store: Store, sources: Sources, machine: Machine, tell: Tell) -> None:
+        self.context = get_context("spawn")
+        self.settings = store.folder, sources, machine
+        self.machine, self.tell = machine, tell
+        self.workers: dict[Connection, BaseProcess] = {}
+
+    def work(self, runs: Sequence[Run]) -> None:
+        waiting = list(reversed(runs))
+        try:
+            for _ in range(min(self.machine.workers, len(runs))):
+                ours, theirs = self.context.Pipe()
+                process = self.context.Process(target=_serve, args=(theirs, *self.settings), daemon=True)
+                process.start()
+                theirs.close()
+                self.workers[ours] = process
+                ours.send(waiting.pop())
+            while self.workers:
+                for pipe in connection.wait(list(self.workers)):
+                    assert isinstance(pipe, Connection)
+                    self._hear(pipe, waiting)
+        finally:
+            for process in self.workers.values():
+                process.kill()
+            for process in self.workers.values():
+                process.join()
+
+    def _hear(self, pipe: Connection, waiting: list[Run]) -> None:
+        try:
+            event: Event = pipe.recv()
+        except EOFError:
+            code = self.workers.pop(pipe).exitcode
+            raise ExperimentError(
+                f"a worker process died (exit code {code}; -9 is often a lack of memory); the same command goes on "
+                "where it stopped, with less memory if --workers 1 is added"
+            ) from None
+        if event["event"] == "failed":
+            raise ExperimentError(event["text"])
+        self.tell(event)
+        if event["event"] == "done":
+            if waiting:
+                pipe.send(waiting.pop())
+            else:
+                self.workers.pop(pipe).kill()
+
+
+def _serve(pipe: Connection, folder: Any, sources: Sources, machine: Machine) -> None:
+    """A worker: makes the runs that it is sent."""
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(machine.threads)
+    store = Store(folder)
+    while True:
+        run: Run = pipe.recv()
+        try:
+            execute(run, store, sources, device=machine.device, tell=pipe.send)
+        except ForwardTuneError as error:
+            pipe.send({"event": "failed", "text": f"{run.title}: {error}"})
+        except Exception:
+            pipe.send({"event": "failed", "text": f"{run.title} failed unexpectedly:\n{traceback.format_exc()}"})
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)

@@ -1,0 +1,70 @@
+"""A spec as a list of runs, always the same, each known by a hash of all that decides its outcome."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from forwardtune.experiments.spec import Method, Spec, Workload
+from forwardtune.noise import NOISE_VERSION
+
+RULES = 1
+"""Counts changes of the runner that give the same description another outcome."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One method with one rate and seed on one workload."""
+
+    workload: Workload
+    method: Method
+    lr: float
+    seed: int
+    decay: str
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """All that decides the outcome, and nothing else: no names, no other runs."""
+        workload = asdict(self.workload)
+        for name in ("name", "seeds"):
+            del workload[name]
+        return {
+            "workload": workload,
+            "method": self.method.method,
+            "settings": dict(self.method.settings),
+            "lr": self.lr,
+            "seed": self.seed,
+            "decay": self.decay,
+            "noise": NOISE_VERSION,
+            "rules": RULES,
+        }
+
+    @cached_property
+    def id(self) -> str:
+        return fingerprint(self.description)
+
+    @property
+    def title(self) -> str:
+        return f"{self.workload.name} {self.method.title} lr {self.lr:g} seed {self.seed}"
+
+
+def plan(spec: Spec) -> tuple[Run, ...]:
+    """Every run of the comparison, workload by workload."""
+    return tuple(_runs(spec))
+
+
+def _runs(spec: Spec) -> Iterator[Run]:
+    for workload in spec.workloads:
+        for seed in workload.seeds:
+            for method in spec.methods:
+                for lr in method.lr:
+                    yield Run(workload, method, lr, seed, spec.decay)
+
+
+def fingerprint(description: object) -> str:
+    text = json.dumps(description, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,71 @@
+"""What a result says of where it comes from: code, machine, memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import subprocess
+import sys
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("forwardtune", "torch", "numpy", "numba", "torchvision")
+
+
+@cache
+def code() -> dict[str, Any]:
+    """Versions, and the commit of the checkout if this is one, with whether its files have changed since."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    return {"versions": versions, "commit": _git("rev-parse", "HEAD"), "dirty": None if changes is None else bool(changes)}
+
+
+def _git(*command: str) -> str | None:
+    here = Path(__file__).parent
+    try:
+        top = subprocess.run(["git", "ls-files", "--error-unmatch", __file__], cwd=here, capture_output=True)
+        if top.returncode:
+            return None
+        return subprocess.run(["git", *command], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+@cache
+def host() -> dict[str, Any]:
+    return {"name": platform.node(), "cpu": _cpu(), "cores": os.cpu_count(), "system": platform.platform()}
+
+
+def _cpu() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def forget_peak(device: torch.device) -> None:
+    """Lets the peak of memory begin anew, where the system can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of the device for CUDA, else of this process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

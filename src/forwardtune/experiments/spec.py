@@ -1,0 +1,260 @@
+"""What is compared: a frozen description, read from a TOML file.
+
+A spec names workloads (data, network, base weights), methods with their grids of rates, seeds, and one budget in forward
+passes for all methods alike. `docs/experiments.md` explains every key.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forwardtune import methods
+from forwardtune.arguments import Params
+from forwardtune.errors import ExperimentError, ForwardTuneError
+from forwardtune.experiments.tables import build, one_of, value
+from forwardtune.optimizer import LineSearch
+
+METHODS: dict[str, type[LineSearch]] = {name: getattr(methods, name) for name in methods.__all__}
+DATA = ("digits", "mnist", "cifar10")
+NETWORKS = ("cnn", "densenet121", "resnet18", "vgg11", "vit_b_16")
+DECAYS = ("cosine", "linear", "none")
+
+
+@dataclass(frozen=True)
+class Pretrain:
+    """Base weights made by backpropagation (Adam) on a source set.
+
+    shift: rolls the source's images by so many pixels, down and to the right.
+    invert: turns bright into dark in the source's images.
+    head: whether tuning starts with the head that was trained, or with a new one.
+    """
+
+    data: str
+    steps: int
+    batch: int = 64
+    lr: float = 1e-3
+    seed: int = 0
+    shift: int = 0
+    invert: bool = False
+    head: str = "new"
+
+    def __post_init__(self) -> None:
+        one_of("data", self.data, DATA)
+        one_of("head", self.head, ("new", "keep"))
+        _at_least(1, steps=self.steps, batch=self.batch)
+        _above_zero(lr=self.lr)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is tuned on what, how often it is looked at, and how long.
+
+    weights: ``"random"``, ``"pretrain"``, ``"torchvision"`` or a file (.safetensors, .pth) in the spec's or the data's
+        folder.
+    queries, epochs: the budget of a run; an epoch is one of a method with two evaluations a step.
+    evaluations: how often, at equal distances, the weights are looked at, beside at the start.
+    train_examples, test_examples: on how many fixed examples of either set; 0 means all.
+    """
+
+    name: str
+    data: str
+    network: str
+    weights: str
+    batch: int
+    seeds: tuple[int, ...]
+    pretrain: Pretrain | None = None
+    queries: int | None = None
+    epochs: int | None = None
+    evaluations: int = 40
+    train_examples: int = 0
+    test_examples: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("data", self.data, DATA)
+        one_of("network", self.network, NETWORKS)
+        if (self.weights == "pretrain") != (self.pretrain is not None):
+            raise ExperimentError('a "pretrain" table belongs to weights = "pretrain", and the other way round')
+        if (self.queries is None) == (self.epochs is None):
+            raise ExperimentError("the budget is given by either queries or epochs")
+        for name, least in (("batch", 1), ("queries", 1), ("epochs", 1), ("evaluations", 1)):
+            if (given := getattr(self, name)) is not None:
+                _at_least(least, **{name: given})
+        _at_least(0, train_examples=self.train_examples, test_examples=self.test_examples)
+        if len(set(self.seeds)) < len(self.seeds) or not all(0 <= seed < 2**63 for seed in self.seeds):
+            raise ExperimentError(f"seeds must be different whole numbers from 0 to 2^63, not {list(self.seeds)}")
+
+    def budget(self, examples: int) -> int:
+        """Forward passes a run may use, given the size of the training set."""
+        if self.batch > examples:
+            raise ExperimentError(
+                f"{self.name}: a batch of {self.batch} is more than the {examples:,} training examples of {self.data}; "
+                "lower batch"
+            )
+        return self.queries or 2 * (self.epochs or 0) * (examples // self.batch)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method, its rates and its settings; `label` tells variants of one method apart."""
+
+    label: str
+    method: str
+    lr: tuple[float, ...]
+    settings: Mapping[str, Any] = field(hash=False)
+
+    def __post_init__(self) -> None:
+        if len(set(self.lr)) < len(self.lr) or min(self.lr) <= 0:
+            raise ExperimentError(f"lr must list different rates above zero, not {list(self.lr)}")
+
+    def optimizer(self, params: Params, lr: float, **run: Any) -> LineSearch:
+        return METHODS[self.method](params, lr=lr, **self.settings, **run)
+
+    @cached_property
+    def queries_per_step(self) -> int:
+        """Counted in a step along a line of one weight, which also shows whether the settings make sense."""
+        optimizer = self.optimizer([torch.zeros(1)], self.lr[0], backend="reference")
+        optimizer.step(count(1.0).__next__)
+        return optimizer.queries
+
+    @property
+    def takes_more_queries(self) -> bool:
+        """Whether it gets fewer steps than a two-point method, being compared at equal queries."""
+        return self.queries_per_step > 2 * self.settings["directions"]
+
+    @property
+    def title(self) -> str:
+        """Its label, with the paper's prime where it gets fewer steps than the others."""
+        return f"{self.label}\N{PRIME}" if self.takes_more_queries else self.label
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A comparison: every method with every rate and seed on every workload, at equal queries."""
+
+    name: str
+    title: str
+    description: str
+    workloads: tuple[Workload, ...]
+    methods: tuple[Method, ...]
+    decay: str
+    folder: Path
+    text: str
+
+    def workload(self, name: str) -> Workload:
+        one_of("workload", name, [workload.name for workload in self.workloads])
+        return next(workload for workload in self.workloads if workload.name == name)
+
+    def method(self, label: str) -> Method:
+        one_of("method", label, [method.label for method in self.methods])
+        return next(method for method in self.methods if method.label == label)
+
+
+@dataclass(frozen=True)
+class _File:
+    """The top of the file, but for what workloads may have in common."""
+
+    title: str
+    workloads: tuple[Mapping[str, Any], ...]
+    methods: tuple[Mapping[str, Any], ...]
+    description: str = ""
+    decay: str = "cosine"
+    distribution: str = "normal"
+    rho: float = 1e-3
+    directions: int = 1
+
+
+COMMON = {field.name for field in fields(Workload)} - {"name", "data", "network", "weights", "pretrain"}
+
+
+def read(path: Path) -> Spec:
+    """The spec in a file, named after it."""
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ExperimentError(f"the spec {path} cannot be read ({error}); `forwardtune presets` lists those that ship") from None
+    return parse(text, path.stem, path.parent)
+
+
+def parse(text: str, name: str, folder: Path) -> Spec:
+    """The spec in a text; paths in it are relative to the folder."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ExperimentError(f"the spec {name!r} is not TOML: {error}") from None
+    common = {key: table.pop(key) for key in COMMON & table.keys()}
+    top = build(_File, table, f"the spec {name!r}")
+    one_of("decay", top.decay, DECAYS)
+    workloads = tuple(_workload(entry, common) for entry in top.workloads)
+    entries = [_method(entry, top) for entry in top.methods]
+    for what, names in (("workloads", [w.name for w in workloads]), ("methods", [m.label for m in entries])):
+        double = {n for n in names if names.count(n) > 1}
+        if double:
+            key = "a name" if what == "workloads" else "a label"
+            raise ExperimentError(f"two {what} are called {min(double)!r}; give each {key} of its own")
+    spec = Spec(name, top.title, top.description.strip(), workloads, tuple(entries), top.decay, folder, text)
+    for workload in workloads:
+        if workload.queries:
+            for method in entries:
+                steps(workload, method, workload.queries)
+    return spec
+
+
+def steps(workload: Workload, method: Method, queries: int) -> int:
+    """How many steps of a method the budget allows."""
+    allowed = queries // method.queries_per_step
+    if allowed < workload.evaluations:
+        raise ExperimentError(
+            f"{workload.name}: {queries:,} queries are {allowed} steps of {method.label}, too few for "
+            f"{workload.evaluations} evaluations; raise the budget or lower evaluations"
+        )
+    return allowed
+
+
+def _workload(entry: Mapping[str, Any], common: Mapping[str, Any]) -> Workload:
+    if {"queries", "epochs"} & entry.keys():
+        common = {key: given for key, given in common.items() if key not in ("queries", "epochs")}
+    name = entry.get("name", f"{entry.get('data')}-{entry.get('network')}")
+    return build(Workload, {"name": name, **common, **entry}, f"the workload {name!r}")
+
+
+def _method(entry: Mapping[str, Any], top: _File) -> Method:
+    known = {"label": entry.get("label", entry.get("method")), "method": entry.get("method"), "lr": entry.get("lr")}
+    where = f"the method {known['label']!r}"
+    for key, given in known.items():
+        if given is None:
+            raise ExperimentError(f"{where} has no {key!r}; give it")
+    one_of("method", value(str, known["method"], where), METHODS)
+    accepted = inspect.signature(METHODS[known["method"]]).parameters.keys() - {"params", "lr", "run"}
+    for key in entry.keys() - known.keys():
+        one_of(f"{where}: the setting", key, sorted(accepted))
+    shared = {"distribution": top.distribution, "directions": top.directions}
+    if "rho" in accepted:
+        shared["rho"] = top.rho
+    settings = {**shared, **{key: entry[key] for key in sorted(entry.keys() - known.keys())}}
+    method = build(Method, {**known, "settings": settings}, where)
+    try:
+        method.queries_per_step  # noqa: B018
+    except ForwardTuneError as error:
+        raise ExperimentError(f"{where}: {error}") from None
+    return method
+
+
+def _at_least(least: int, **settings: int) -> None:
+    for name, given in settings.items():
+        if given < least:
+            raise ExperimentError(f"{name} must be at least {least}, not {given}")
+
+
+def _above_zero(**settings: float) -> None:
+    for name, given in settings.items():
+        if given <= 0:
+            raise ExperimentError(f"{name} must be above zero, not {given:g}")

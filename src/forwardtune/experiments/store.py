@@ -1,0 +1,107 @@
+"""A folder of results: one JSON file a run, there whole or not at all.
+
+    store.json            which version of the format this is
+    spec.toml             the comparison that was run last
+    runs/ID.json          the result of a finished run
+    runs/ID.ledger        its steps (and, beside it, the state to go on from)
+    runs/ID.looks         evaluations of a run under way
+    bases/ID.safetensors  the weights that runs of a workload start from
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from forwardtune.errors import ExperimentError
+
+SCHEMA = 1
+
+
+class Store:
+    """Results in a folder, made if it is not there."""
+
+    def __init__(self, folder: Path, *, create: bool = True) -> None:
+        self.folder = folder
+        self.runs, self.bases = folder / "runs", folder / "bases"
+        mark = folder / "store.json"
+        try:
+            if not mark.exists():
+                if not create or (folder.exists() and any(folder.iterdir())):
+                    raise ExperimentError(
+                        f"{folder} holds no results of a comparison; name the folder that `forwardtune compare` made"
+                        + (", or a new one" if create else "")
+                    )
+                self.runs.mkdir(parents=True, exist_ok=True)
+                self.bases.mkdir(exist_ok=True)
+                write(mark, {"schema": SCHEMA})
+            found = read(mark).get("schema")
+        except OSError as error:
+            raise ExperimentError(f"the results in {folder} cannot be used ({error})") from None
+        if found != SCHEMA:
+            raise ExperimentError(
+                f"{folder} was written by another version of forwardtune (format {found}; this one has format {SCHEMA}); "
+                "use that version for it, or choose another folder"
+            )
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Refuses to let two comparisons write one folder."""
+        with open(self.folder / ".lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ExperimentError(
+                    f"another process is writing to {self.folder}; wait for it, or choose another folder with --out"
+                ) from None
+            yield
+
+    def result(self, run_id: str) -> dict[str, Any] | None:
+        """What a run came to, if it has finished."""
+        file = self.runs / f"{run_id}.json"
+        if not file.exists():
+            return None
+        result = read(file)
+        if result.get("schema") != SCHEMA or result.get("id") != run_id:
+            raise ExperimentError(f"{file} is not a result of this version of forwardtune; move it away to run it again")
+        return result
+
+    def save(self, result: dict[str, Any]) -> None:
+        write(self.runs / f"{result['id']}.json", {"schema": SCHEMA, **result})
+
+    @property
+    def spec_file(self) -> Path:
+        return self.folder / "spec.toml"
+
+
+def read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ExperimentError(f"{file} cannot be read ({error}); move it away to have it made again") from None
+    if not isinstance(content, dict):
+        raise ExperimentError(f"{file} is not a result; move it away to have it made again")
+    return content
+
+
+def write(file: Path, content: dict[str, Any]) -> None:
+    write_text(file, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Under another name first, so that the file is there whole or not at all."""
+    new = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with open(new, "w", encoding="utf-8") as handle:
+            handle.write(text)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(new, file)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise ExperimentError(f"{file} cannot be written ({error}); nothing was changed") from None

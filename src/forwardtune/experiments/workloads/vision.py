@@ -1,0 +1,49 @@
+"""torchvision, also where its compiled operators cannot be loaded.
+
+When it is imported, torchvision registers fake versions of two of its compiled operators; beside a torch that its binary
+was not built for (a CPU build, say) they do not exist and the import fails, although no classification model uses them.
+There, and only there, the two are declared before.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from forwardtune.errors import ExperimentError
+
+_declared: list[torch.library.Library] = []  # a declaration lasts as long as its library
+
+
+@cache
+def torchvision() -> ModuleType:
+    """The module, with its models and datasets."""
+    make_importable()
+    try:
+        for part in ("models", "datasets"):
+            import_module(f"torchvision.{part}")
+    except (ImportError, RuntimeError) as error:
+        raise ExperimentError(
+            f"this needs torchvision ({error}); install it: pip install 'forwardtune[vision]'"
+        ) from None
+    return import_module("torchvision")
+
+
+@cache
+def make_importable() -> None:
+    """Declares the operators where they are missing; also wanted before an import of what imports torchvision."""
+    package = find_spec("torchvision")
+    binaries = [Path(home) / "_C.so" for home in package.submodule_search_locations or ()] if package else []
+    for binary in filter(Path.exists, binaries):
+        try:
+            torch.ops.load_library(binary)
+        except OSError:
+            library = torch.library.Library("torchvision", "DEF")
+            for name in ("nms", "qnms"):
+                library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            _declared.append(library)
