@@ -7,6 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
+from forwardtune.cli import experiments
 from forwardtune.cli.ledger import app as ledger
 from forwardtune.errors import ForwardTuneError
 
@@ -18,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+experiments.register(app)
 app.add_typer(ledger, name="ledger")
 
 
@@ -36,3 +38,5 @@ def main() -> None:
     except ForwardTuneError as error:
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", style="red", markup=False)
         sys.exit(1)
+    except KeyboardInterrupt:
+        experiments.interrupted()

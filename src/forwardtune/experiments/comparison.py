@@ -1,6 +1,6 @@
 """Makes all runs of a plan, several at a time, each in one of a few worker processes.
 
-A worker that dies takes nothing with it, since its run is in the ledger; workers end with the process that started them.
+A worker that dies takes nothing with it, since its run is in the ledger. They end with the process that started them.
 """
 
 from __future__ import annotations
@@ -54,13 +54,11 @@ def compare(spec: Spec, store: Store, sources: Sources, machine: Machine, tell: 
     """
     with store.lock():
         runs = plan(spec)
-        for workload in spec.workloads:  # so that what is missing is noticed now, not after hours
-            task = prepare(workload, sources, machine.device)
-            for method in spec.methods:
-                steps(workload, method, task.queries)
+        queries = {run.id: _queries(run, sources, machine) for run in runs}  # also: what is missing is noticed now
         open_runs = check_finished(runs, store, sources, machine)
         write_text(store.spec_file, spec.text)
-        tell({"event": "plan", "spec": spec.name, "runs": len(runs), "finished": len(runs) - len(open_runs)})
+        counts = {"runs": len(runs), "finished": len(runs) - len(open_runs)}
+        tell({"event": "plan", "spec": spec.name, **counts, "queries": sum(queries[run.id] for run in open_runs)})
         for workload in dict.fromkeys(run.workload for run in open_runs):
             tell({"event": "base", "workload": workload.name, "weights": workload.weights})
             torch.set_num_threads(machine.workers * machine.threads)
@@ -68,6 +66,12 @@ def compare(spec: Spec, store: Store, sources: Sources, machine: Machine, tell: 
         prepare.cache_clear()
         if open_runs:
             _Crew(store, sources, machine, tell).work(open_runs)
+
+
+def _queries(run: Run, sources: Sources, machine: Machine) -> int:
+    """Forward passes that a run will use."""
+    task = prepare(run.workload, sources, machine.device)
+    return steps(run.workload, run.method, task.queries) * run.method.queries_per_step
 
 
 def check_finished(runs: Sequence[Run], store: Store, sources: Sources, machine: Machine) -> list[Run]:
@@ -82,8 +86,9 @@ def check_finished(runs: Sequence[Run], store: Store, sources: Sources, machine:
         if result["data"]["digest"] != here["digest"]:
             there = result["data"]
             raise ExperimentError(
-                f"runs in {store.folder} were made on other data of the name {here['name']} ({there['train']:,} training "
-                f"and {there['test']:,} test examples, here {here['train']:,} and {here['test']:,}); choose another folder"
+                f"runs in {store.folder} were made on other data called {here['name']} ({there['train']:,} training "
+                f"and {there['test']:,} test examples, here {here['train']:,} and {here['test']:,}); choose another "
+                "folder"
             )
     return left
 
@@ -112,10 +117,10 @@ class _Crew:
                     assert isinstance(pipe, Connection)
                     self._hear(pipe, waiting)
         finally:
-            for process in self.workers.values():
-                process.kill()
-            for process in self.workers.values():
-                process.join()
+            for worker in self.workers.values():
+                worker.kill()
+            for worker in self.workers.values():
+                worker.join()
 
     def _hear(self, pipe: Connection, waiting: list[Run]) -> None:
         try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import Any
 
@@ -29,11 +29,8 @@ class Run:
     @property
     def description(self) -> dict[str, Any]:
         """All that decides the outcome, and nothing else: no names, no other runs."""
-        workload = asdict(self.workload)
-        for name in ("name", "seeds"):
-            del workload[name]
         return {
-            "workload": workload,
+            "workload": brief(self.workload, without=("name", "seeds")),
             "method": self.method.method,
             "settings": dict(self.method.settings),
             "lr": self.lr,
@@ -63,6 +60,14 @@ def _runs(spec: Spec) -> Iterator[Run]:
             for method in spec.methods:
                 for lr in method.lr:
                     yield Run(workload, method, lr, seed, spec.decay)
+
+
+def brief(entry: Any, without: Collection[str] = ()) -> dict[str, Any]:
+    """A table of the spec without what is at its default, so that a key which is new later changes no hash."""
+    given = {field.name: getattr(entry, field.name) for field in fields(entry) if field.name not in without}
+    defaults = {field.name: field.default for field in fields(entry)}
+    told = {name: value for name, value in given.items() if value != defaults[name]}
+    return {name: brief(value) if is_dataclass(value) else value for name, value in told.items()}
 
 
 def fingerprint(description: object) -> str:

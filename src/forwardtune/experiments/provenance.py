@@ -26,7 +26,11 @@ def code() -> dict[str, Any]:
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
     changes = _git("status", "--porcelain", "--untracked-files=no")
-    return {"versions": versions, "commit": _git("rev-parse", "HEAD"), "dirty": None if changes is None else bool(changes)}
+    return {
+        "versions": versions,
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": None if changes is None else bool(changes),
+    }
 
 
 def _git(*command: str) -> str | None:

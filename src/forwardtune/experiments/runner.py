@@ -101,7 +101,8 @@ class _Progress:
         optimizer, model, step = self._begin()
         start, told = time.perf_counter() - self.looks.seconds, 0.0
         total = self.steps * self.run.method.queries_per_step
-        self.tell({"event": "start", "run": self.run.id, "queries": optimizer.queries, "total": total})
+        start_event = {"event": "start", "run": self.run.id, "title": self.run.title}
+        self.tell({**start_event, "queries": optimizer.queries, "total": total})
         while True:
             reason = self._too_many_nonfinite(optimizer)
             if (step in self.due or reason) and step not in self.looks.at:

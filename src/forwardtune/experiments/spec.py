@@ -1,14 +1,14 @@
 """What is compared: a frozen description, read from a TOML file.
 
-A spec names workloads (data, network, base weights), methods with their grids of rates, seeds, and one budget in forward
-passes for all methods alike. `docs/experiments.md` explains every key.
+A spec names workloads (data, network, base weights), methods with their grids of rates, seeds, and one budget in
+forward passes for all methods alike. `docs/experiments.md` explains every key.
 """
 
 from __future__ import annotations
 
 import inspect
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import count
@@ -31,7 +31,7 @@ DECAYS = ("cosine", "linear", "none")
 
 @dataclass(frozen=True)
 class Pretrain:
-    """Base weights made by backpropagation (Adam) on a source set.
+    """Backpropagation (Adam) on a source set, before the runs begin.
 
     shift: rolls the source's images by so many pixels, down and to the right.
     invert: turns bright into dark in the source's images.
@@ -58,8 +58,9 @@ class Pretrain:
 class Workload:
     """What is tuned on what, how often it is looked at, and how long.
 
-    weights: ``"random"``, ``"pretrain"``, ``"torchvision"`` or a file (.safetensors, .pth) in the spec's or the data's
-        folder.
+    weights: ``"random"``, ``"torchvision"`` or a file (.safetensors, .pth) in the spec's or the data's folder; all but
+        the head is taken from it.
+    pretrain: what is done to them before the runs begin.
     queries, epochs: the budget of a run; an epoch is one of a method with two evaluations a step.
     evaluations: how often, at equal distances, the weights are looked at, beside at the start.
     train_examples, test_examples: on how many fixed examples of either set; 0 means all.
@@ -81,8 +82,6 @@ class Workload:
     def __post_init__(self) -> None:
         one_of("data", self.data, DATA)
         one_of("network", self.network, NETWORKS)
-        if (self.weights == "pretrain") != (self.pretrain is not None):
-            raise ExperimentError('a "pretrain" table belongs to weights = "pretrain", and the other way round')
         if (self.queries is None) == (self.epochs is None):
             raise ExperimentError("the budget is given by either queries or epochs")
         for name, least in (("batch", 1), ("queries", 1), ("epochs", 1), ("evaluations", 1)):
@@ -116,7 +115,8 @@ class Method:
             raise ExperimentError(f"lr must list different rates above zero, not {list(self.lr)}")
 
     def optimizer(self, params: Params, lr: float, **run: Any) -> LineSearch:
-        return METHODS[self.method](params, lr=lr, **self.settings, **run)
+        kind: Callable[..., LineSearch] = METHODS[self.method]
+        return kind(params, lr=lr, **self.settings, **run)
 
     @cached_property
     def queries_per_step(self) -> int:
@@ -128,7 +128,7 @@ class Method:
     @property
     def takes_more_queries(self) -> bool:
         """Whether it gets fewer steps than a two-point method, being compared at equal queries."""
-        return self.queries_per_step > 2 * self.settings["directions"]
+        return bool(self.queries_per_step > 2 * self.settings["directions"])
 
     @property
     def title(self) -> str:
@@ -180,7 +180,9 @@ def read(path: Path) -> Spec:
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ExperimentError(f"the spec {path} cannot be read ({error}); `forwardtune presets` lists those that ship") from None
+        raise ExperimentError(
+            f"the spec {path} cannot be read ({error}); `forwardtune presets` lists those that ship"
+        ) from None
     return parse(text, path.stem, path.parent)
 
 

@@ -1,11 +1,11 @@
 """A folder of results: one JSON file a run, there whole or not at all.
 
-    store.json            which version of the format this is
-    spec.toml             the comparison that was run last
-    runs/ID.json          the result of a finished run
-    runs/ID.ledger        its steps (and, beside it, the state to go on from)
-    runs/ID.looks         evaluations of a run under way
-    bases/ID.safetensors  the weights that runs of a workload start from
+store.json            which version of the format this is
+spec.toml             the comparison that was run last
+runs/ID.json          the result of a finished run
+runs/ID.ledger        its steps (and, beside it, the state to go on from)
+runs/ID.looks         evaluations of a run under way
+bases/ID.safetensors  the weights that runs of a workload start from
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Store:
             raise ExperimentError(f"the results in {folder} cannot be used ({error})") from None
         if found != SCHEMA:
             raise ExperimentError(
-                f"{folder} was written by another version of forwardtune (format {found}; this one has format {SCHEMA}); "
-                "use that version for it, or choose another folder"
+                f"{folder} was written by another version of forwardtune (format {found}; this one has format "
+                f"{SCHEMA}); use that version for it, or choose another folder"
             )
 
     @contextmanager
@@ -68,7 +68,9 @@ class Store:
             return None
         result = read(file)
         if result.get("schema") != SCHEMA or result.get("id") != run_id:
-            raise ExperimentError(f"{file} is not a result of this version of forwardtune; move it away to run it again")
+            raise ExperimentError(
+                f"{file} is not a result of this version of forwardtune; move it away to run it again"
+            )
         return result
 
     def save(self, result: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class Images:
     def classes(self) -> int:
         return 10
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Tells whether two machines have the same data."""
         parts = (self.train_x, self.train_y, self.test_x, self.test_y)
@@ -93,12 +94,9 @@ def mnist(folder: Path) -> Images:
 
 def cifar10(folder: Path) -> Images:
     """CIFAR-10's batches in their binary or Python layout; those of the training batches that are there."""
-    for kind, end, read in (("bin", ".bin", _binary_batch), ("py", "", _python_batch)):
-        home = folder / f"cifar-10-batches-{kind}"
-        if home.is_dir():
-            break
-    else:
-        home, end, read = folder, ".bin", _binary_batch
+    home, end, read = folder / "cifar-10-batches-bin", ".bin", _binary_batch
+    if not home.is_dir() and (folder / "cifar-10-batches-py").is_dir():
+        home, end, read = folder / "cifar-10-batches-py", "", _python_batch
     names = [f"data_batch_{i}{end}" for i in range(1, 6)]
     found = [name for name in names if (home / name).exists()] or names[:1]
     batches = [read(_first([home / name], "CIFAR-10", name)) for name in found]
@@ -169,4 +167,6 @@ def _download(name: str, folder: Path) -> None:
     try:
         kind(str(folder), download=True)
     except (OSError, RuntimeError) as error:
-        raise ExperimentError(f"{name} could not be downloaded to {folder} ({error}); put its files there by hand") from None
+        raise ExperimentError(
+            f"{name} could not be downloaded to {folder} ({error}); put its files there by hand"
+        ) from None

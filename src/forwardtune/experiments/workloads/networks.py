@@ -1,11 +1,11 @@
 """Networks for images, their input, and their weights.
 
-`cnn` ships here and takes a set's images as they are. The four of the paper are torchvision's, unchanged but for the head,
-with images of 32 x 32 pixels in three channels, scaled by ImageNet's mean and deviation: MNIST's frame of zeros is widened
-by two pixels, digits are magnified four times. Their stems were made for 224 x 224 and stay as they are, so that pretrained
-weights fit: ResNet18 and DenseNet121 shrink the image to 8 x 8 before their first block and to 1 x 1 at their last, VGG11
-pools it to 1 x 1, which its adaptive pooling then repeats 7 x 7 times, and ViT-B/16 sees four patches, with its
-positional embedding interpolated from the 14 x 14 grid (bicubic).
+`cnn` ships here and takes a set's images as they are. The four of the paper are torchvision's, unchanged but for the
+head, with images of 32 x 32 pixels in three channels, scaled by ImageNet's mean and deviation: MNIST's frame of zeros
+is widened by two pixels, digits are magnified four times. Their stems were made for 224 x 224 and stay as they are, so
+that pretrained weights fit: ResNet18 and DenseNet121 shrink the image to 8 x 8 before their first block and to 1 x 1 at
+their last, VGG11 pools it to 1 x 1, which its adaptive pooling then repeats 7 x 7 times, and ViT-B/16 sees four
+patches, with its positional embedding interpolated from the 14 x 14 grid (bicubic).
 """
 
 from __future__ import annotations
@@ -27,25 +27,31 @@ from forwardtune.experiments.workloads.data import Images
 from forwardtune.experiments.workloads.vision import torchvision
 
 SIZE = 32
-HEADS = {"densenet121": "classifier", "resnet18": "fc", "vgg11": "classifier.6", "vit_b_16": "heads.head", "cnn": "head"}
+HEADS = {
+    "densenet121": "classifier",
+    "resnet18": "fc",
+    "vgg11": "classifier.6",
+    "vit_b_16": "heads.head",
+    "cnn": "head",
+}
 MEAN, DEVIATION = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 
 
-def build(name: str, channels: int, classes: int) -> nn.Module:
+def build(name: str, images: Images) -> nn.Module:
     """The network with random weights, drawn from torch's global generator."""
     if name == "cnn":
-        return cnn(channels, classes)
+        return cnn(images.channels, images.train_x.shape[-1], images.classes)
     size = {"image_size": SIZE} if name == "vit_b_16" else {}
-    model: nn.Module = torchvision().models.get_model(name, weights=None, num_classes=classes, **size)
+    model: nn.Module = torchvision().models.get_model(name, weights=None, num_classes=images.classes, **size)
     return model
 
 
-def cnn(channels: int, classes: int) -> nn.Sequential:
+def cnn(channels: int, size: int, classes: int) -> nn.Sequential:
     """Two convolutions and two linear maps: 21,546 weights for ten classes of images in one channel."""
     layers = OrderedDict(
         conv1=nn.Conv2d(channels, 16, 3, padding=1),
         relu1=nn.ReLU(),
-        pool=nn.AdaptiveMaxPool2d(4),
+        pool=nn.MaxPool2d(size // 4),
         conv2=nn.Conv2d(16, 32, 3, padding=1),
         relu2=nn.ReLU(),
         flatten=nn.Flatten(),

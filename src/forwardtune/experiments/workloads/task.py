@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from forwardtune.errors import ExperimentError
-from forwardtune.experiments.plan import fingerprint
+from forwardtune.experiments.plan import brief, fingerprint
 from forwardtune.experiments.spec import Pretrain, Workload
 from forwardtune.experiments.workloads import networks
 from forwardtune.experiments.workloads.data import Images, load
@@ -41,7 +41,7 @@ class Sources:
                 return place
         raise ExperimentError(
             f"there are no weights at {' or '.join(map(str, places))}; put the file there, or set weights to "
-            '"torchvision" (with --download), "pretrain" or "random"'
+            '"torchvision" (with --download) or "random"'
         )
 
 
@@ -76,8 +76,7 @@ class Task:
 
     def network(self) -> nn.Module:
         """The network, its weights drawn from torch's generator."""
-        channels = self.images.channels if self.workload.network == "cnn" else 3
-        return networks.build(self.workload.network, channels, self.images.classes)
+        return networks.build(self.workload.network, self.images)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])
@@ -106,7 +105,7 @@ class Task:
 
     def _means(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
         loss, right = 0.0, 0
-        for some, labels in zip(x.split(CHUNK), y.to(self.device).split(CHUNK), strict=True):
+        for some, labels in zip(x.split(CHUNK), y.to(self.device).split(CHUNK), strict=True):  # type: ignore[no-untyped-call]
             logits = model(self._ready(some))
             loss += F.cross_entropy(logits, labels, reduction="sum").item()
             right += int((logits.argmax(1) == labels).sum())
@@ -124,12 +123,12 @@ class Task:
         if source is not None:
             content.append(os.stat(source).st_size)
         if w.pretrain:
-            content += [vars(w.pretrain), self.sources.images(w.pretrain.data).digest]
+            content += [brief(w.pretrain), self.sources.images(w.pretrain.data).digest]
         return fingerprint(content)
 
     @property
     def _is_file(self) -> bool:
-        return self.workload.weights not in ("random", "pretrain", "torchvision")
+        return self.workload.weights not in ("random", "torchvision")
 
     def make_base(self, file: Path) -> None:
         """Writes the weights and buffers that every run of the workload starts from."""
@@ -137,9 +136,7 @@ class Task:
             torch.manual_seed(self.workload.pretrain.seed if self.workload.pretrain else 0)
             model = self.network().to(self.device)
             name, weights = self.workload.network, self.workload.weights
-            if self.workload.pretrain:
-                self._pretrain(model, self.workload.pretrain)
-            elif weights == "torchvision":
+            if weights == "torchvision":
                 if not self.sources.download:
                     raise ExperimentError(
                         f"torchvision's weights of {name} are fetched from the internet; allow it with --download, or "
@@ -148,10 +145,13 @@ class Task:
                 networks.download_weights(model, name)
             elif self._is_file:
                 networks.load_weights(model, name, self.sources.file(weights))
-            if weights != "random":
+            if self.workload.pretrain:
+                self._pretrain(model, self.workload.pretrain)
+            if weights != "random" or self.workload.pretrain:
                 generator = torch.Generator().manual_seed(0)
                 order = torch.randperm(self.examples, generator=generator)
-                networks.estimate_statistics(model, [self.batch(some)[0] for some in order[:2048].split(128)])
+                some = [order[i : i + 128] for i in range(0, min(2048, self.examples), 128)]
+                networks.estimate_statistics(model, [self.batch(numbers)[0] for numbers in some])
         new = file.with_name(f".{file.name}.{os.getpid()}")
         save_file({key: value.cpu().contiguous() for key, value in model.state_dict().items()}, new)
         os.replace(new, file)
@@ -159,10 +159,10 @@ class Task:
     def _pretrain(self, model: nn.Module, recipe: Pretrain) -> None:
         """Backpropagation on the source set."""
         images = self.sources.images(recipe.data)
-        if images.channels != self.images.channels and self.workload.network == "cnn":
+        if self.workload.network == "cnn" and images.train_x.shape[1:] != self.images.train_x.shape[1:]:
             raise ExperimentError(
-                f"{self.workload.name}: cnn takes images as they are, and those of {recipe.data} have {images.channels} "
-                f"channels, those of {self.images.name} {self.images.channels}; pretrain on another set"
+                f"{self.workload.name}: cnn takes images as they are, and those of {recipe.data} have another shape "
+                f"than those of {self.images.name}; pretrain on {self.images.name}, or use another network"
             )
         generator = torch.Generator().manual_seed(recipe.seed)
         optimizer = torch.optim.Adam(model.parameters(), lr=recipe.lr)
@@ -174,7 +174,7 @@ class Task:
                 x = int(images.peak) - x
             x = networks.prepare(self.workload.network, images, x.roll((recipe.shift, recipe.shift), dims=(2, 3)))
             optimizer.zero_grad()
-            F.cross_entropy(model(x), images.train_y[chosen].to(self.device)).backward()
+            F.cross_entropy(model(x), images.train_y[chosen].to(self.device)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         if recipe.head == "new":
             networks.renew_head(model, self.workload.network)

@@ -1,8 +1,8 @@
 """torchvision, also where its compiled operators cannot be loaded.
 
-When it is imported, torchvision registers fake versions of two of its compiled operators; beside a torch that its binary
-was not built for (a CPU build, say) they do not exist and the import fails, although no classification model uses them.
-There, and only there, the two are declared before.
+When it is imported, torchvision registers fake versions of two of its compiled operators. Beside a torch that its
+binary was not built for (a CPU build, say) they do not exist and the import fails, although no classification model
+uses them. There, and only there, the two are declared before.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ def make_importable() -> None:
     binaries = [Path(home) / "_C.so" for home in package.submodule_search_locations or ()] if package else []
     for binary in filter(Path.exists, binaries):
         try:
-            torch.ops.load_library(binary)
+            torch.ops.load_library(binary)  # type: ignore[no-untyped-call]
         except OSError:
-            library = torch.library.Library("torchvision", "DEF")
+            library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
             for name in ("nms", "qnms"):
-                library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                schema = f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                library.define(schema)  # type: ignore[no-untyped-call]
             _declared.append(library)

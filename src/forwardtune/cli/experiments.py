@@ -1,0 +1,195 @@
+"""`forwardtune compare`, `run`, `report`, `presets` and `reproduction`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from forwardtune.cli import presets as shipped
+from forwardtune.cli.progress import JsonLines, Listener, Live, Quiet, TensorBoard
+from forwardtune.errors import ExperimentError
+from forwardtune.experiments import report as reports
+from forwardtune.experiments import spec as specs
+from forwardtune.experiments.comparison import Machine, check_finished
+from forwardtune.experiments.comparison import compare as compare_all
+from forwardtune.experiments.plan import Run
+from forwardtune.experiments.report.tables import tables
+from forwardtune.experiments.runner import execute
+from forwardtune.experiments.scoring import Scores, score
+from forwardtune.experiments.spec import Spec
+from forwardtune.experiments.store import Store
+from forwardtune.experiments.summary import number, sentence
+from forwardtune.experiments.workloads import Sources
+
+console = Console(highlight=False, soft_wrap=True)
+
+SpecFile = Annotated[Path | None, typer.Argument(metavar="[SPEC]", help="A comparison in TOML.", show_default=False)]
+Preset = Annotated[str | None, typer.Option(help="One that ships, see `forwardtune presets`.", show_default=False)]
+Out = Annotated[Path | None, typer.Option(help="Folder of the results.", show_default="results/NAME")]
+Data = Annotated[
+    Path | None,
+    typer.Option(envvar="FORWARDTUNE_DATA", help="Folder with MNIST, CIFAR-10, weights.", show_default=False),
+]
+Download = Annotated[bool, typer.Option("--download", help="Let torchvision fetch missing data and weights.")]
+Device = Annotated[str | None, typer.Option(help="Where the runs are made.", show_default="a GPU if there is one")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads of a run.", show_default="so that all cores work")]
+Silent = Annotated[bool, typer.Option("--quiet", "-q", help="Print the summary only.")]
+Json = Annotated[bool, typer.Option("--json", help="Print events as JSON, one a line.")]
+Board = Annotated[bool, typer.Option("--tensorboard", help="Also log to OUT/tensorboard.")]
+
+
+def compare(
+    spec: SpecFile = None,
+    preset: Preset = None,
+    out: Out = None,
+    data: Data = None,
+    download: Download = False,
+    device: Device = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time.", show_default="one a core")] = None,
+    threads: Threads = None,
+    quiet: Silent = False,
+    json: Json = False,
+    tensorboard: Board = False,
+    no_report: Annotated[bool, typer.Option("--no-report", help="Make the runs only.")] = False,
+) -> None:
+    """Run every method, rate and seed of a comparison at equal queries, and report.
+
+    Stopped by Ctrl-C or otherwise, the same command goes on where it stopped.
+    """
+    chosen = _spec(spec, preset)
+    if not no_report:
+        reports.check_installed()
+    store, sources = Store(out or _default_folder(chosen, preset)), Sources(data, chosen.folder, download)
+    listener = _listener(quiet, json)
+    board = TensorBoard(store.folder / "tensorboard", listener) if tensorboard else listener
+    with listener:
+        compare_all(chosen, store, sources, Machine.choose(device, workers, threads), board)
+    scores = score(chosen, store)
+    page = None if no_report else reports.write(scores, store.folder)
+    _tell_outcome(scores, page, store, quiet=quiet, as_json=json)
+
+
+def run(
+    method: Annotated[str, typer.Option(help="A method of the spec, by its label.")],
+    spec: SpecFile = None,
+    preset: Preset = None,
+    lr: Annotated[float | None, typer.Option(help="Any rate.", show_default="the first of its grid")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    workload: Annotated[str | None, typer.Option(help="By its name.", show_default="the first")] = None,
+    out: Out = None,
+    data: Data = None,
+    download: Download = False,
+    device: Device = None,
+    threads: Threads = None,
+    quiet: Silent = False,
+    json: Json = False,
+    tensorboard: Board = False,
+) -> None:
+    """Make a single run of a comparison, also one outside its grid."""
+    chosen = _spec(spec, preset)
+    picked = chosen.workload(workload) if workload else chosen.workloads[0]
+    by = chosen.method(method)
+    if lr is not None and not 0 < lr < float("inf"):
+        raise ExperimentError(f"--lr must be above zero and finite, not {lr:g}")
+    one = Run(picked, by, by.lr[0] if lr is None else lr, seed, chosen.decay)
+    store, sources = Store(out or _default_folder(chosen, preset)), Sources(data, chosen.folder, download)
+    machine = Machine.choose(device, 1, threads)
+    import torch
+
+    torch.set_num_threads(machine.threads)
+    listener = _listener(quiet, json)
+    board = TensorBoard(store.folder / "tensorboard", listener) if tensorboard else listener
+    with store.lock(), listener:
+        check_finished([one], store, sources, machine)
+        result = execute(one, store, sources, device=machine.device, tell=board)
+    if not json:
+        final = result["final"]
+        loss = "not finite" if final["train_loss"] is None else number(final["train_loss"])
+        reason = f" ({result['reason']})" if result["reason"] else ""
+        console.print(
+            f"{result['title']}: {result['status']}{reason} after {result['queries']:,} queries, training loss {loss}, "
+            f"test accuracy {final['accuracy']:.1%}\nresult: {store.runs / one.id}.json",
+            markup=False,
+        )
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of results.", show_default=False)],
+    open: Annotated[bool, typer.Option("--open", help="Show it in a browser.")] = False,
+) -> None:
+    """Make the report of a comparison anew, also while it is running."""
+    store = Store(folder, create=False)
+    if not store.spec_file.exists():
+        raise ExperimentError(f"{folder} has no spec.toml; `forwardtune compare` writes it there")
+    chosen = specs.parse(store.spec_file.read_text("utf-8"), folder.resolve().name, folder)
+    scores = score(chosen, store)
+    page = reports.write(scores, folder)
+    _tell_outcome(scores, page, store)
+    if open and not webbrowser.open(page.resolve().as_uri()):
+        console.print("no browser was found to show it in")
+
+
+def presets() -> None:
+    """List the comparisons that ship."""
+    table = Table("preset", "what", "runs", box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in shipped.names():
+        spec = shipped.read(name)
+        runs = sum(len(w.seeds) * len(m.lr) for w in spec.workloads for m in spec.methods)
+        table.add_row(name, spec.title, str(runs))
+    console.print(table)
+
+
+def _spec(file: Path | None, preset: str | None) -> Spec:
+    if (file is None) == (preset is None):
+        raise ExperimentError("name either a spec file or a preset (--preset digits); `forwardtune presets` lists them")
+    return specs.read(file) if file else shipped.read(preset or "")
+
+
+def _default_folder(spec: Spec, preset: str | None) -> Path:
+    return Path("results") / (preset or spec.name)
+
+
+def _listener(quiet: bool, as_json: bool) -> Listener:
+    if quiet and as_json:
+        raise ExperimentError("choose one of --quiet and --json")
+    return JsonLines() if as_json else Quiet() if quiet else Live()
+
+
+def _tell_outcome(
+    scores: Scores, page: Path | None, store: Store, *, quiet: bool = False, as_json: bool = False
+) -> None:
+    sentences = [sentence(workload) for workload in scores.workloads]
+    if as_json:
+        print(json.dumps({"event": "outcome", "summary": sentences, "report": str(page) if page else None}))
+        return
+    for text in sentences:
+        console.print(text, markup=False)
+    console.print(f"report: {page}" if page else f"results: {store.folder}", markup=False)
+    if quiet:
+        return
+    for found in tables(scores)[:3]:
+        table = Table(
+            *found.header, title=found.title, box=None, padding=(0, 2, 0, 0), header_style="dim", title_justify="left"
+        )
+        for row in found.rows:
+            table.add_row(*row)
+        console.print()
+        Console(highlight=False).print(table)
+
+
+def interrupted() -> None:
+    """What is said after Ctrl-C."""
+    Console(stderr=True, highlight=False).print("stopped; the same command goes on where it stopped")
+    sys.exit(130)
+
+
+def register(app: typer.Typer) -> None:
+    for command in (compare, run, report, presets):
+        app.command()(command)

@@ -1,0 +1,169 @@
+"""What is shown while runs are made: bars, nothing, JSON, and TensorBoard's files."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from forwardtune.errors import ExperimentError
+from forwardtune.experiments.runner import Event
+
+
+class Listener:
+    """Hears of all events, and is entered while there are any."""
+
+    def __call__(self, event: Event) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+class Quiet(Listener):
+    """Tells only what the user should know."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+    def __call__(self, event: Event) -> None:
+        if event["event"] == "note":
+            self.console.print(f"note: {event['text']}", style="yellow", markup=False)
+
+
+class JsonLines(Listener):
+    """One JSON object a line, on standard output; a result comes without its curves, which are in the store."""
+
+    def __call__(self, event: Event) -> None:
+        if event["event"] == "done":
+            slim = {key: value for key, value in event["result"].items() if key not in ("curve", "trace")}
+            event = {**event, "result": slim}
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in event.items()}
+        print(json.dumps(finite, allow_nan=False), flush=True)
+
+
+class Live(Quiet):
+    """A bar for each run under way, and one for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+        )
+        self.total: TaskID | None = None
+        self.tasks: dict[str, TaskID] = {}
+        self.seen: dict[str, int] = {}
+        self.begun = time.perf_counter()
+        self.queries = 0
+
+    def __enter__(self) -> Live:
+        self.bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bars.stop()
+
+    def __call__(self, event: Event) -> None:
+        super().__call__(event)
+        getattr(self, f"_{event['event']}", lambda event: None)(event)
+
+    def _plan(self, event: Event) -> None:
+        left = event["runs"] - event["finished"]
+        done = f", {event['finished']} of them made before" if event["finished"] else ""
+        self.console.print(f"{event['spec']}: {event['runs']} runs{done}", markup=False)
+        if left:
+            self.total = self.bars.add_task(f"{left} runs", total=event["queries"], text="queries")
+
+    def _base(self, event: Event) -> None:
+        if self.total is not None:
+            self.bars.update(self.total, text=f"preparing {event['workload']}")
+
+    def _start(self, event: Event) -> None:
+        self.seen[event["run"]] = event["queries"]
+        if event["queries"] and self.total is not None:
+            self.bars.advance(self.total, event["queries"])
+        self.tasks[event["run"]] = self.bars.add_task(
+            event["title"], total=event["total"], completed=event["queries"], text=""
+        )
+
+    def _progress(self, event: Event) -> None:
+        self._advance(event["run"], event["queries"])
+        self.bars.update(self.tasks[event["run"]], text=f"loss {event['loss']:.3g}")
+
+    def _advance(self, run: str, queries: int) -> None:
+        gained, self.seen[run] = queries - self.seen[run], queries
+        self.queries += gained
+        self.bars.update(self.tasks[run], completed=queries)
+        if self.total is not None:
+            speed = self.queries / (time.perf_counter() - self.begun)
+            self.bars.update(self.total, advance=gained, text=f"{speed:,.0f} queries/s")
+
+    def _done(self, event: Event) -> None:
+        if event["run"] in self.tasks:
+            task = self.tasks[event["run"]]
+            self._advance(event["run"], event["result"]["queries"])
+            left = self._task(task).total or 0
+            if self.total is not None:  # queries that a run which was given up did not use
+                self.bars.advance(self.total, left - event["result"]["queries"])
+            self.bars.remove_task(task)
+        result = event["result"]
+        loss = result["final"]["train_loss"]
+        text = result["reason"] or f"training loss {loss:.3g}, test accuracy {result['final']['accuracy']:.1%}"
+        self.console.print(f"{result['title']}: {text}", markup=False, style="" if not result["reason"] else "yellow")
+
+    def _task(self, number: TaskID) -> Task:
+        return next(task for task in self.bars.tasks if task.id == number)
+
+
+class TensorBoard(Listener):
+    """Writes every look to TensorBoard's files, and passes all events on."""
+
+    def __init__(self, folder: Path, then: Listener) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ExperimentError("--tensorboard needs tensorboard; install it: pip install tensorboard") from None
+        self.folder, self.then, self.make = folder, then, SummaryWriter
+        self.writers: dict[str, Any] = {}
+
+    def __call__(self, event: Event) -> None:
+        self.then(event)
+        if event["event"] == "start":
+            name = event["title"].replace(" ", "_").replace("\N{PRIME}", "")
+            self.writers[event["run"]] = self.make(str(self.folder / f"{name}_{event['run'][:6]}"))
+        elif event["event"] == "look":
+            for tag in ("train_loss", "test_loss", "accuracy"):
+                if event[tag] is not None:
+                    self.writers[event["run"]].add_scalar(tag, event[tag], event["queries"])
+        elif event["event"] == "done" and event["run"] in self.writers:
+            self.writers.pop(event["run"]).close()

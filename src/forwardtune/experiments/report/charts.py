@@ -1,0 +1,173 @@
+"""Charts of a comparison, as data: drawn by plotly in the browser and by matplotlib into files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from forwardtune.experiments.scoring import MethodScore, Result, WorkloadScore
+
+COLORS = ("#0b6e4f", "#c8553d", "#4a6fa5", "#8f5aa8", "#b8860b", "#5a5a5a", "#2a9d9d", "#a84a6b")
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line, and around it the range over seeds. `notes` are shown beside a point."""
+
+    name: str
+    color: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    low: Sequence[float | None] = ()
+    high: Sequence[float | None] = ()
+    notes: Sequence[str] = ()
+    markers: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    name: str
+    title: str
+    x_label: str
+    y_label: str
+    series: tuple[Series, ...]
+    log_x: bool = False
+    log_y: bool = False
+    note: str = ""
+
+
+def charts(score: WorkloadScore) -> list[Chart]:
+    """Every chart of a workload that has something to show."""
+    found = [
+        _curves(score, "loss", "Training loss", "train_loss", log=True),
+        _curves(score, "accuracy", "Test accuracy", "accuracy", scale=100, unit=" (%)"),
+        _sensitivity(score),
+        _traces(score, "gamma", "Slope measured, |gamma|"),
+        _traces(score, "sigma", "Spread of recent slopes, sigma"),
+        _traces(score, "alpha", "Distance moved along the direction, |t*|"),
+    ]
+    return [chart for chart in found if chart.series]
+
+
+def _judged(score: WorkloadScore) -> list[tuple[MethodScore, str]]:
+    pairs = zip(score.methods, [COLORS[i % len(COLORS)] for i in range(len(score.methods))], strict=True)
+    return [(method, color) for method, color in pairs if method.best is not None]
+
+
+def _label(score: MethodScore) -> str:
+    return f"{score.method.title}, lr {score.best.lr:g}" if score.best else score.method.title
+
+
+def _curves(
+    score: WorkloadScore, name: str, title: str, column: str, *, log: bool = False, scale: float = 1, unit: str = ""
+) -> Chart:
+    series = [
+        _band(
+            _label(method),
+            color,
+            method.best.found,
+            lambda r: r["curve"]["queries"],
+            lambda r: r["curve"][column],
+            scale,
+        )
+        for method, color in _judged(score)
+        if method.best
+    ]
+    return Chart(
+        name,
+        f"{title} against queries",
+        "forward passes",
+        title.lower() + unit,
+        tuple(series),
+        log_y=log,
+        note="Each method at its best rate: the mean over seeds and, as a band, their range.",
+    )
+
+
+def _traces(score: WorkloadScore, column: str, title: str) -> Chart:
+    series = [
+        _band(_label(method), color, method.best.found, lambda r: r["trace"]["queries"], lambda r: r["trace"][column])
+        for method, color in _judged(score)
+        if method.best and all(column in result["trace"] for result in method.best.found)
+    ]
+    return Chart(
+        column, title, "forward passes", column, tuple(series), log_y=True, note="Means over stretches of steps."
+    )
+
+
+def _band(
+    name: str,
+    color: str,
+    results: Sequence[Result],
+    x: Callable[[Result], Sequence[float]],
+    y: Callable[[Result], Sequence[float | None]],
+    scale: float = 1,
+) -> Series:
+    """The mean over runs and their range, as far as all of them go."""
+    columns = list(zip(*map(y, results), strict=False))
+    known = [[scale * v for v in column if v is not None] for column in columns]
+    complete = [len(values) == len(results) for values in known]
+    middle, low, high = (
+        [function(values) if whole else None for values, whole in zip(known, complete, strict=True)]
+        for function in (fmean, min, max)
+    )
+    return Series(name, color, list(x(results[0]))[: len(columns)], middle, low, high)
+
+
+def _sensitivity(score: WorkloadScore) -> Chart:
+    series = []
+    for method, color in _judged(score):
+        assert method.best is not None
+        rates = sorted((rate for rate in method.rates if rate.is_complete), key=lambda rate: rate.lr)
+        x = [rate.lr / method.best.lr for rate in rates]
+        whole = [None if rate.diverged else rate for rate in rates]
+        notes = [f"lr {rate.lr:g}" for rate in rates]
+        series.append(
+            Series(
+                f"{method.method.title}, best lr {method.best.lr:g}",
+                color,
+                x,
+                [rate.mean_loss if rate else None for rate in whole],
+                [min(rate.losses) if rate else None for rate in whole],
+                [max(rate.losses) if rate else None for rate in whole],
+                notes,
+                markers=True,
+            )
+        )
+    return Chart(
+        "sensitivity",
+        "Sensitivity to the learning rate",
+        "learning rate, in units of the method's best",
+        "final training loss",
+        tuple(series),
+        log_x=True,
+        log_y=True,
+        note="A rate at which a run diverged has no point.",
+    )
+
+
+def plotly(chart: Chart) -> dict[str, Any]:
+    """The chart in plotly's terms."""
+    data: list[dict[str, Any]] = []
+    for series in chart.series:
+        base = {"x": list(series.x), "legendgroup": series.name, "mode": "lines"}
+        if series.low:
+            edge = {**base, "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
+            data.append({**edge, "y": list(series.low)})
+            data.append({**edge, "y": list(series.high), "fill": "tonexty", "fillcolor": _faint(series.color)})
+        line = {"color": series.color, "width": 2}
+        hover = {"text": list(series.notes), "hovertemplate": "%{y:.4g} (%{text})"} if series.notes else {}
+        mode = "lines+markers" if series.markers else "lines"
+        data.append({**base, "y": list(series.y), "name": series.name, "line": line, "mode": mode, **hover})
+    axes = {
+        "xaxis": {"title": {"text": chart.x_label}, "type": "log" if chart.log_x else "linear"},
+        "yaxis": {"title": {"text": chart.y_label}, "type": "log" if chart.log_y else "linear"},
+    }
+    return {"data": data, "layout": axes}
+
+
+def _faint(color: str) -> str:
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},0.15)"

@@ -1,0 +1,325 @@
+"""Tables of a comparison: cells to read, and the numbers behind them to compute with."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from forwardtune.experiments.scoring import (
+    SMOOTHING,
+    Acceleration,
+    Contest,
+    MethodScore,
+    Scores,
+    WorkloadScore,
+    acceleration,
+    accuracy,
+)
+from forwardtune.experiments.statistics import Interval, Paired, bootstrap_mean
+from forwardtune.experiments.summary import number
+
+
+@dataclass(frozen=True)
+class Table:
+    """`rows` are what is shown, `records` what is behind them."""
+
+    name: str
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    records: tuple[dict[str, Any], ...]
+    note: str = ""
+
+    def markdown(self) -> str:
+        lines = [self.header, ("---",) * len(self.header), *self.rows]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+    def csv(self) -> str:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(self.records[0]) if self.records else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.records)
+        return text.getvalue()
+
+
+def tables(scores: Scores) -> list[Table]:
+    found = [_accuracy(scores), _loss(scores), _acceleration(scores), _contests(scores), _rates(scores)]
+    return [table for table in found if table.rows]
+
+
+def _by_workload(
+    scores: Scores, name: str, title: str, note: str, cell: Callable[[MethodScore], tuple[str, dict[str, Any]]]
+) -> Table:
+    """Methods down, workloads across, as in the paper."""
+    rows, records = [], []
+    for i, method in enumerate(scores.spec.methods):
+        cells = []
+        for workload in scores.workloads:
+            text, numbers = cell(workload.methods[i])
+            cells.append(text)
+            best = workload.methods[i].best
+            records.append(
+                {"workload": workload.workload.name, "method": method.title, "lr": best and best.lr, **numbers}
+            )
+        rows.append((method.title, *cells))
+    header = ("method", *(workload.workload.name for workload in scores.workloads))
+    return Table(name, title, header, tuple(rows), tuple(records), note)
+
+
+def _accuracy(scores: Scores) -> Table:
+    def cell(score: MethodScore) -> tuple[str, dict[str, Any]]:
+        found = accuracy(score)
+        if found is None:
+            return "runs missing", {"mean": None, "std": None, "low": None, "high": None, "diverged": None}
+        text = f"{100 * found.mean:.1f}" + (f" ± {100 * found.std:.1f}" if found.std is not None else "")
+        return text + _marks(score), {
+            "mean": found.mean,
+            "std": found.std,
+            **_ends(found.interval),
+            "diverged": found.diverged,
+        }
+
+    return _by_workload(
+        scores,
+        "accuracy",
+        "Test accuracy (%)",
+        "Mean ± standard deviation over seeds, each method at the rate with the lowest mean final training loss. A run "
+        "that diverged counts with the accuracy at which it was given up.",
+        cell,
+    )
+
+
+def _loss(scores: Scores) -> Table:
+    def cell(score: MethodScore) -> tuple[str, dict[str, Any]]:
+        if score.best is None:
+            return "runs missing", {"mean": None, "std": None, "low": None, "high": None, "diverged": None}
+        losses = score.best.losses
+        if score.best.diverged:
+            return f"diverged{_marks(score)}", {
+                "mean": None,
+                "std": None,
+                "low": None,
+                "high": None,
+                "diverged": score.best.diverged,
+            }
+        std = stdev(losses) if len(losses) > 1 else None
+        text = number(fmean(losses)) + (f" ± {number(std)}" if std is not None else "")
+        numbers = {"mean": fmean(losses), "std": std, **_ends(bootstrap_mean(losses)), "diverged": 0}
+        return f"{text} at lr {score.best.lr:g}{_edge(score)}", numbers
+
+    return _by_workload(
+        scores,
+        "loss",
+        "Final training loss",
+        f"Mean ± standard deviation over seeds; a run's is the mean of its last {SMOOTHING} evaluations. ◂ or ▸: the "
+        "best rate is the smallest or largest of the grid, and one beyond it might do better.",
+        cell,
+    )
+
+
+def _acceleration(scores: Scores) -> Table:
+    rows, records = [], []
+    for i, other in enumerate(scores.spec.methods[1:], 1):
+        cells = []
+        for workload in scores.workloads:
+            found = acceleration(workload.methods[0], workload.methods[i])
+            cells.append(ratio_text(found))
+            ends = found.interval or (None, None)
+            record = {"workload": workload.workload.name, "over": other.title, "ratio": found.ratio}
+            records.append({**record, "low": ends[0], "high": ends[1], "reason": found.reason})
+        rows.append((f"over {other.title}", *cells))
+    return Table(
+        "acceleration",
+        f"Training acceleration of {scores.spec.methods[0].title}",
+        ("", *(workload.workload.name for workload in scores.workloads)),
+        tuple(rows),
+        tuple(records),
+        "The other method's whole budget of queries divided by the queries after which the method's training loss "
+        "first is where the other's ended, in brackets the 95% bootstrap interval over seeds. N/A: it never is there, "
+        "or there is no such place.",
+    )
+
+
+def ratio_text(found: Acceleration) -> str:
+    def ratio(value: float | None) -> str:
+        return "N/A" if value is None else f"{value:.1f}"
+
+    interval = f" [{ratio(found.interval[0])}, {ratio(found.interval[1])}]" if found.interval else ""
+    return "N/A" if found.ratio is None else ratio(found.ratio) + interval
+
+
+def _contests(scores: Scores) -> Table:
+    rows, records = [], []
+    for workload in scores.workloads:
+        for found in workload.contests:
+            names = found.a.method.title, found.b.method.title
+            rows.append((workload.workload.name, f"{names[0]} - {names[1]}", *_contest_cells(found)))
+            for of, pair in (("training loss", found.loss), ("test accuracy", found.accuracy)):
+                record = {"workload": workload.workload.name, "a": names[0], "b": names[1], "of": of}
+                numbers = {"mean": pair.mean, **_ends(pair.interval), "clear": pair.is_clear} if pair else {}
+                records.append({**record, "mean": None, "low": None, "high": None, "clear": None, **numbers})
+    return Table(
+        "differences",
+        "Differences, seed by seed",
+        ("workload", "a - b", "training loss", "", "test accuracy (points)", ""),
+        tuple(rows),
+        tuple(records),
+        "The methods share seeds, and with them batches and directions, so they are compared seed by seed: mean "
+        "difference with Student's 95% interval. Where the interval holds zero, the difference may be chance.",
+    )
+
+
+def _contest_cells(found: Contest) -> list[str]:
+    cells = []
+    for pair, scale, less_is_better in ((found.loss, 1.0, True), (found.accuracy, 100.0, False)):
+        if pair is None:
+            cells += ["a run diverged", ""]
+            continue
+        cells += [_difference(pair, scale), _verdict(pair, found, less_is_better)]
+    return cells
+
+
+def _difference(pair: Paired, scale: float) -> str:
+    ends = f" [{_signed(scale * pair.interval.low)}, {_signed(scale * pair.interval.high)}]" if pair.interval else ""
+    return _signed(scale * pair.mean) + ends
+
+
+def _verdict(pair: Paired, found: Contest, less_is_better: bool) -> str:
+    if pair.interval is None:
+        return "one seed"
+    if not pair.is_clear:
+        return "inside the noise"
+    return f"{(found.a if (pair.mean < 0) == less_is_better else found.b).method.title} ahead"
+
+
+def _rates(scores: Scores) -> Table:
+    rows, records = [], []
+    for workload in scores.workloads:
+        for score in workload.methods:
+            for rate in score.rates:
+                mean = fmean(rate.losses) if rate.losses else math.nan
+                text = "missing" if not rate.losses else "diverged" if mean == math.inf else number(mean)
+                spread = number(stdev(rate.losses)) if len(rate.losses) > 1 and mean < math.inf else ""
+                accuracy = f"{100 * fmean(rate.accuracies):.1f}" if rate.accuracies else ""
+                diverged = f"{rate.diverged} of {len(rate.results)}" if rate.diverged else ""
+                mark = "best" if rate is score.best else ""
+                cells = (
+                    workload.workload.name,
+                    score.method.title,
+                    f"{rate.lr:g}",
+                    text,
+                    spread,
+                    accuracy,
+                    diverged,
+                    mark,
+                )
+                rows.append(cells)
+                record = {"workload": workload.workload.name, "method": score.method.title, "lr": rate.lr}
+                finite = {"mean_loss": mean if math.isfinite(mean) else None, "diverged": rate.diverged}
+                records.append({**record, **finite, "runs": len(rate.found), "best": rate is score.best})
+    return Table(
+        "rates",
+        "Every rate",
+        ("workload", "method", "lr", "training loss", "±", "accuracy (%)", "diverged", ""),
+        tuple(rows),
+        tuple(records),
+        "Means over seeds.",
+    )
+
+
+def _ends(interval: Interval | None) -> dict[str, float | None]:
+    return {"low": interval.low, "high": interval.high} if interval else {"low": None, "high": None}
+
+
+def _marks(score: MethodScore) -> str:
+    assert score.best is not None
+    return f" ({score.best.diverged} of {len(score.best.results)} diverged)" if score.best.diverged else ""
+
+
+def _edge(score: MethodScore) -> str:
+    if not score.at_edge or score.best is None:
+        return ""
+    return " ◂" if score.best.lr == min(score.method.lr) else " ▸"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3g}"
+
+
+def runs_table(workloads: Sequence[WorkloadScore]) -> Table:
+    """Every run, with where it comes from."""
+    rows, records = [], []
+    for workload in workloads:
+        for score in workload.methods:
+            for rate in score.rates:
+                for result in rate.found:
+                    record = _run_record(workload, score, result)
+                    records.append(record)
+                    rows.append(_run_cells(record))
+    header = (
+        "workload",
+        "method",
+        "lr",
+        "seed",
+        "outcome",
+        "queries",
+        "training loss",
+        "accuracy (%)",
+        "s",
+        "MB",
+        "commit",
+        "id",
+    )
+    return Table("runs", "Every run", header, tuple(rows), tuple(records))
+
+
+def _run_record(workload: WorkloadScore, score: MethodScore, result: Any) -> dict[str, Any]:
+    here, code = result["circumstances"], result["code"]
+    return {
+        "workload": workload.workload.name,
+        "method": score.method.title,
+        "lr": result["run"]["lr"],
+        "seed": result["run"]["seed"],
+        "status": result["status"],
+        "reason": result["reason"],
+        "queries": result["queries"],
+        **result["final"],
+        "seconds": here["seconds"],
+        "peak_memory": here["peak_memory"],
+        "sessions": here["sessions"],
+        "started": here["started"],
+        "finished": here["finished"],
+        "host": here["host"]["name"],
+        "cpu": here["host"]["cpu"],
+        "threads": result["threads"],
+        "device": result["device"],
+        **{f"{package}_version": version for package, version in code["versions"].items()},
+        "commit": code["commit"],
+        "dirty": code["dirty"],
+        "id": result["id"],
+    }
+
+
+def _run_cells(record: dict[str, Any]) -> tuple[str, ...]:
+    commit = (record["commit"] or "")[:8] + (" (changed)" if record["dirty"] else "")
+    loss = "not finite" if record["train_loss"] is None else number(record["train_loss"])
+    outcome = f"diverged: {record['reason']}" if record["status"] == "diverged" else record["status"]
+    return (
+        record["workload"],
+        record["method"],
+        f"{record['lr']:g}",
+        str(record["seed"]),
+        outcome,
+        f"{record['queries']:,}",
+        loss,
+        f"{100 * record['accuracy']:.1f}",
+        f"{record['seconds']:.1f}",
+        f"{record['peak_memory'] / 1e6:,.0f}",
+        commit,
+        record["id"],
+    )

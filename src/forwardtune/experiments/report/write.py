@@ -1,0 +1,101 @@
+"""The report: one HTML file that needs nothing else, and beside it the same charts as PNG, the same tables as files."""
+
+from __future__ import annotations
+
+import html
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from string import Template
+
+from forwardtune.errors import ExperimentError
+from forwardtune.experiments.report.charts import charts, plotly
+from forwardtune.experiments.report.png import draw
+from forwardtune.experiments.report.tables import Table, runs_table, tables
+from forwardtune.experiments.scoring import Scores
+from forwardtune.experiments.store import write_text
+from forwardtune.experiments.summary import count, sentence
+
+
+def check_installed() -> None:
+    """Refuses early where a report could not be made later."""
+    for package in ("plotly", "matplotlib"):
+        if find_spec(package) is None:
+            raise ExperimentError(
+                f"a report needs {package}; install it: pip install 'forwardtune[report]', or leave the report out: "
+                "--no-report"
+            )
+
+
+def write(scores: Scores, folder: Path) -> Path:
+    """Makes `folder`/report.html and the folder `report`; the path of the page."""
+    check_installed()
+    parts = folder / "report"
+    parts.mkdir(exist_ok=True)
+    every_table, runs = tables(scores), runs_table(scores.workloads)
+    for table in [*every_table, runs]:
+        write_text(parts / f"{table.name}.csv", table.csv())
+    write_text(parts / "tables.md", _markdown(scores, every_table))
+    for workload in scores.workloads:
+        for chart in charts(workload):
+            draw(chart, parts / f"{workload.workload.name}-{chart.name}.png")
+    page = folder / "report.html"
+    write_text(page, _page(scores, every_table, runs))
+    return page
+
+
+def _markdown(scores: Scores, every_table: list[Table]) -> str:
+    verdicts = "\n".join(f"- {sentence(workload)}" for workload in scores.workloads)
+    blocks = [f"## {table.title}\n\n{table.markdown()}\n\n{table.note}\n" for table in every_table]
+    return "\n".join([f"# {scores.spec.title}\n", scores.spec.description, "", verdicts, "", *blocks])
+
+
+def _page(scores: Scores, every_table: list[Table], runs: Table) -> str:
+    from plotly.offline import get_plotlyjs
+
+    template = Template((Path(__file__).parent / "page.html").read_text("utf-8"))
+    figures, sections = {}, []
+    for workload in scores.workloads:
+        boxes = []
+        for chart in charts(workload):
+            key = f"{workload.workload.name}-{chart.name}"
+            figures[key] = plotly(chart)
+            boxes.append(
+                f'<figure><figcaption>{_safe(chart.title)}</figcaption><div class="chart" id="{_safe(key)}"></div>'
+                f"<p>{_safe(chart.note)}</p></figure>"
+            )
+        sections.append(f'<h2>{_safe(workload.workload.name)}</h2><div class="charts">{"".join(boxes)}</div>')
+    results = scores.results
+    notes = [f"{count(scores.missing, 'run')} of the comparison are not there yet."] if scores.missing else []
+    notes += sorted({result["data"]["note"] for result in results if result["data"].get("note")})
+    return template.substitute(
+        title=_safe(scores.spec.title),
+        description=_safe(scores.spec.description),
+        notes="".join(f'<p class="note">{_safe(note)}</p>' for note in notes),
+        verdicts="".join(f"<li>{_safe(sentence(workload))}</li>" for workload in scores.workloads),
+        tables="".join(map(_table, every_table[:-1])),
+        sections="".join(sections),
+        rates=_table(every_table[-1]),
+        runs=_table(runs),
+        spec=_safe(scores.spec.text),
+        results=_json([{k: v for k, v in result.items() if k not in ("curve", "trace")} for result in results]),
+        figures=_json(figures),
+        library=get_plotlyjs(),
+    )
+
+
+def _table(table: Table) -> str:
+    head = "".join(f"<th>{_safe(cell)}</th>" for cell in table.header)
+    body = "".join("<tr>" + "".join(f"<td>{_safe(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
+    note = f"<p>{_safe(table.note)}</p>" if table.note else ""
+    inner = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<section id="{table.name}"><h3>{_safe(table.title)}</h3><div class="wide">{inner}</div>{note}</section>'
+
+
+def _safe(text: str) -> str:
+    return html.escape(text)
+
+
+def _json(content: object) -> str:
+    """For a script element: nothing in it can end the element."""
+    return json.dumps(content, allow_nan=False).replace("<", "\\u003c")

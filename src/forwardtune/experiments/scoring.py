@@ -1,0 +1,234 @@
+"""Results as scores, by rules that are the same for every method.
+
+- The training loss of a run is that of its last looks, smoothed: the mean of the last SMOOTHING of them.
+- A run that diverged has an infinite training loss, and the accuracy of the weights at which it was given up. It is
+  never left out.
+- A method's rate is the one with the lowest mean training loss over the seeds; of equals the smaller. If runs of every
+  rate diverged, it is the one with the fewest of them, and of those the one with the lowest mean of the others.
+- All methods have the same budget of queries, so one that asks for three a step gets two thirds of the steps (STP').
+- The acceleration of one method over another is the other's whole budget divided by the queries after which the
+  method's loss, smoothed and averaged over seeds, first is where the other's ended; N/A if it never is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean, stdev
+from typing import Any
+
+from forwardtune.experiments.plan import plan
+from forwardtune.experiments.spec import Method, Spec, Workload
+from forwardtune.experiments.statistics import Interval, Paired, bootstrap, bootstrap_mean, paired
+from forwardtune.experiments.store import Store
+
+SMOOTHING = 3
+
+Result = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RateScore:
+    """A method with one rate: its results in the order of the seeds, None for a run that is not there yet."""
+
+    lr: float
+    results: tuple[Result | None, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        return None not in self.results
+
+    @cached_property
+    def found(self) -> tuple[Result, ...]:
+        return tuple(result for result in self.results if result is not None)
+
+    @property
+    def diverged(self) -> int:
+        return sum(result["status"] == "diverged" for result in self.found)
+
+    @cached_property
+    def losses(self) -> list[float]:
+        """Final training loss by seed."""
+        return [math.inf if r["status"] == "diverged" else smoothed(r)[-1] for r in self.found]
+
+    @property
+    def mean_loss(self) -> float:
+        return fmean(self.losses) if self.losses else math.nan
+
+    @property
+    def accuracies(self) -> list[float]:
+        """Final test accuracy by seed."""
+        return [result["final"]["accuracy"] for result in self.found]
+
+    @property
+    def rank(self) -> tuple[float, int, float, float]:
+        """The smallest is the best."""
+        finite = [loss for loss in self.losses if loss < math.inf]
+        return self.mean_loss, self.diverged, fmean(finite) if finite else math.inf, self.lr
+
+
+@dataclass(frozen=True)
+class MethodScore:
+    """A method with all its rates on one workload."""
+
+    method: Method
+    rates: tuple[RateScore, ...]
+
+    @cached_property
+    def best(self) -> RateScore | None:
+        """The rate that it is judged by; None until all seeds of some rate are there."""
+        return min((rate for rate in self.rates if rate.is_complete), key=lambda rate: rate.rank, default=None)
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether a rate beyond the grid might have done better."""
+        ends = (min(self.method.lr), max(self.method.lr))
+        return self.best is not None and len(self.rates) > 1 and self.best.lr in ends
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Test accuracy at the best rate: mean, deviation and interval over seeds."""
+
+    mean: float
+    std: float | None
+    interval: Interval | None
+    diverged: int
+
+
+def accuracy(score: MethodScore) -> Accuracy | None:
+    if score.best is None:
+        return None
+    values = score.best.accuracies
+    std = stdev(values) if len(values) > 1 else None
+    return Accuracy(fmean(values), std, bootstrap_mean(values), score.best.diverged)
+
+
+@dataclass(frozen=True)
+class Acceleration:
+    """How many times fewer queries; None is N/A, with the reason."""
+
+    ratio: float | None
+    reason: str = ""
+    interval: tuple[float | None, float | None] | None = None
+
+
+def acceleration(fast: MethodScore, other: MethodScore) -> Acceleration:
+    """Of a method over another, both at their best rates."""
+    if fast.best is None or other.best is None:
+        return Acceleration(None, "runs are missing")
+    ours, theirs = fast.best.found, other.best.found
+    ratio, reason = _ratio(ours, theirs)
+    n = min(len(ours), len(theirs))
+
+    def resampled(chosen: tuple[int, ...]) -> float:
+        return _ratio([ours[i] for i in chosen], [theirs[i] for i in chosen])[0] or 0.0
+
+    found = bootstrap(resampled, n)
+    return Acceleration(ratio, reason, (found.low or None, found.high or None) if found else None)
+
+
+def _ratio(ours: Sequence[Result], theirs: Sequence[Result]) -> tuple[float | None, str]:
+    if any(result["status"] == "diverged" for result in theirs):
+        return None, "a run of the other method diverged, so there is no loss to reach"
+    if any(result["status"] == "diverged" for result in ours):
+        return None, "a run of the method diverged"
+    goal, budget = mean_curve(theirs)[-1], theirs[0]["curve"]["queries"][-1]
+    way = list(zip(ours[0]["curve"]["queries"], mean_curve(ours), strict=True))
+    if way[0][1] <= goal:
+        return None, "the other method ended no lower than both began"
+    for queries, loss in way:
+        if loss <= goal:
+            return budget / queries, ""
+    return None, "the other method's final loss was not reached"
+
+
+def mean_curve(results: Sequence[Result]) -> list[float]:
+    """Smoothed training loss, the mean over seeds, as far as all of them go."""
+    return [fmean(losses) for losses in zip(*map(smoothed, results), strict=False)]
+
+
+def smoothed(result: Result) -> list[float]:
+    """The training loss at every look, the mean of it and the ones just before; infinite where it is not finite."""
+    losses = [math.inf if loss is None else loss for loss in result["curve"]["train_loss"]]
+    return [fmean(losses[max(0, i + 1 - SMOOTHING) : i + 1]) for i in range(len(losses))]
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Two methods at their best rates, seed by seed; a difference is a - b. None where a run diverged."""
+
+    a: MethodScore
+    b: MethodScore
+    loss: Paired | None
+    accuracy: Paired
+
+
+def contest(a: MethodScore, b: MethodScore) -> Contest | None:
+    if a.best is None or b.best is None:
+        return None
+    losses = None if a.best.diverged or b.best.diverged else paired(a.best.losses, b.best.losses)
+    return Contest(a, b, losses, paired(a.best.accuracies, b.best.accuracies))
+
+
+@dataclass(frozen=True)
+class WorkloadScore:
+    workload: Workload
+    methods: tuple[MethodScore, ...]
+
+    @property
+    def ranking(self) -> list[MethodScore]:
+        """Methods that can be judged, the one with the lowest training loss first."""
+        judged = [score for score in self.methods if score.best is not None]
+        return sorted(judged, key=lambda score: score.best.rank if score.best else ())
+
+    @property
+    def contests(self) -> list[Contest]:
+        """The first method of the spec against each of the others."""
+        found = (contest(self.methods[0], other) for other in self.methods[1:])
+        return [entry for entry in found if entry is not None]
+
+    @property
+    def missing(self) -> int:
+        return sum(result is None for score in self.methods for rate in score.rates for result in rate.results)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """All that a report tells."""
+
+    spec: Spec
+    workloads: tuple[WorkloadScore, ...]
+
+    @property
+    def missing(self) -> int:
+        return sum(workload.missing for workload in self.workloads)
+
+    @property
+    def results(self) -> list[Result]:
+        return [
+            result
+            for workload in self.workloads
+            for score in workload.methods
+            for rate in score.rates
+            for result in rate.found
+        ]
+
+
+def score(spec: Spec, store: Store) -> Scores:
+    """What the store has of a comparison."""
+    found = {run: store.result(run.id) for run in plan(spec)}
+    by_place = {(r.workload.name, r.method.label, r.lr, r.seed): result for r, result in found.items()}
+    workloads = []
+    for workload in spec.workloads:
+        scores = []
+        for method in spec.methods:
+            rates = (
+                RateScore(lr, tuple(by_place[workload.name, method.label, lr, seed] for seed in workload.seeds))
+                for lr in method.lr
+            )
+            scores.append(MethodScore(method, tuple(rates)))
+        workloads.append(WorkloadScore(workload, tuple(scores)))
+    return Scores(spec, tuple(workloads))
