@@ -4,7 +4,7 @@
 
 Replay: the time of one recorded two-point step over the 124M weights of GPT-2, against torch's in-place addition of a
 number to them, and the peak of memory beside the weights. Recording: the time spent in the ledger in steps of the
-network of examples/digits.py (21,546 weights, batches of 64), against those steps; and, in the same steps, what storing
+network of the digits preset (21,546 weights, batches of 64), against those steps; and, in the same steps, what storing
 the same bytes takes alone: appended to the journal, or inserted into an SQLite database in WAL mode.
 """
 
@@ -25,6 +25,8 @@ import torch.nn.functional as F
 import forwardtune as ft
 from benchmarks.harness import arguments, finish, interleaved, ratios, show
 from benchmarks.noise import gpt2_shapes
+from forwardtune.experiments.workloads import networks
+from forwardtune.experiments.workloads.data import digits
 from forwardtune.ledger import read
 from forwardtune.ledger.format import Row, pack
 from forwardtune.ledger.replay import advance
@@ -135,10 +137,13 @@ def journal(path: Path) -> Callable[[int, bytes], object]:
 
 def recording(folder: Path, steps: int, rounds: int) -> list[dict]:
     """Means over stretches of steps, which all candidates run in turn; of each candidate the best stretch."""
-    from examples.digits import Digits, network
-
     torch.manual_seed(0)
-    model, (x, y) = network(), next(Digits.load().batches(seed=0))
+    images = digits()
+    model, x, y = (
+        networks.build("cnn", images),
+        networks.prepare("cnn", images, images.train_x[:64]),
+        images.train_y[:64],
+    )
     policies = {"timed (default)": "timed", "every step": 1, "every 100 steps": 100, "never": "never"}
     timed = {
         f"ledger, fsync {name}": Timed(ft.Ledger(folder / name, model, fsync=policy))

@@ -24,9 +24,10 @@ from forwardtune.experiments.report.tables import tables
 from forwardtune.experiments.runner import execute
 from forwardtune.experiments.scoring import Scores, score
 from forwardtune.experiments.spec import Spec
-from forwardtune.experiments.store import Store
+from forwardtune.experiments.store import Store, write_text
 from forwardtune.experiments.summary import number, sentence
 from forwardtune.experiments.workloads import Sources
+from forwardtune.reproduction.page import page
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -146,6 +147,19 @@ def presets() -> None:
     console.print(table)
 
 
+def reproduction(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Results of presets, in folders of their names.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write.", show_default="standard output")] = None,
+) -> None:
+    """Set our numbers beside the paper's, as a page in Markdown."""
+    text = page(folder)
+    if out is None:
+        print(text)
+    else:
+        write_text(out, text)
+        console.print(f"wrote {out}", markup=False)
+
+
 def _spec(file: Path | None, preset: str | None) -> Spec:
     if (file is None) == (preset is None):
         raise ExperimentError("name either a spec file or a preset (--preset digits); `forwardtune presets` lists them")
@@ -191,5 +205,5 @@ def interrupted() -> None:
 
 
 def register(app: typer.Typer) -> None:
-    for command in (compare, run, report, presets):
+    for command in (compare, run, report, presets, reproduction):
         app.command()(command)

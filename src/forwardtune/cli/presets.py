@@ -15,8 +15,12 @@ FOLDERS = (HOME / "experiments" / "presets", HOME / "reproduction" / "specs")
 
 
 def _files() -> dict[str, Path]:
-    found = ((folder, file) for folder in FOLDERS for file in sorted(folder.rglob("*.toml")))
+    found = ((folder, file) for folder in FOLDERS for file in sorted(folder.rglob("*.toml"), key=_order))
     return {file.relative_to(folder).with_suffix("").as_posix(): file for folder, file in found}
+
+
+def _order(file: Path) -> tuple[str, str]:
+    return file.parent.name, file.stem
 
 
 def names() -> list[str]:

@@ -235,10 +235,10 @@ def _method(entry: Mapping[str, Any], top: _File) -> Method:
         if given is None:
             raise ExperimentError(f"{where} has no {key!r}; give it")
     one_of("method", value(str, known["method"], where), METHODS)
-    accepted = inspect.signature(METHODS[known["method"]]).parameters.keys() - {"params", "lr", "run"}
+    shared: dict[str, Any] = {"distribution": top.distribution, "directions": top.directions}
+    accepted = inspect.signature(METHODS[known["method"]]).parameters.keys() - {"params", "lr", "run"} | shared.keys()
     for key in entry.keys() - known.keys():
         one_of(f"{where}: the setting", key, sorted(accepted))
-    shared = {"distribution": top.distribution, "directions": top.directions}
     if "rho" in accepted:
         shared["rho"] = top.rho
     settings = {**shared, **{key: entry[key] for key in sorted(entry.keys() - known.keys())}}

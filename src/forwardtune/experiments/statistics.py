@@ -30,22 +30,16 @@ def resamples(n: int) -> Iterator[tuple[int, ...]]:
 
 
 def bootstrap(statistic: Callable[[tuple[int, ...]], float], n: int) -> Interval | None:
-    """The middle 95% of a statistic of n seeds, given by their numbers, over resamples; None for a single seed."""
+    """The middle 95%, or just more, of a statistic of n seeds, given by their numbers; None for a single seed."""
     if n < 2:
         return None
     values = sorted(statistic(chosen) for chosen in resamples(n))
-    return Interval(_quantile(values, 0.025), _quantile(values, 0.975))
+    last = len(values) - 1
+    return Interval(values[math.floor(0.025 * last)], values[math.ceil(0.975 * last)])
 
 
 def bootstrap_mean(values: Sequence[float]) -> Interval | None:
     return bootstrap(lambda chosen: fmean(values[i] for i in chosen), len(values))
-
-
-def _quantile(values: Sequence[float], part: float) -> float:
-    """Of sorted values, linear between neighbours."""
-    place = part * (len(values) - 1)
-    low, high = values[math.floor(place)], values[math.ceil(place)]
-    return low if low == high else low + (place % 1) * (high - low)
 
 
 class Paired(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -36,6 +37,14 @@ class Chart:
     log_x: bool = False
     log_y: bool = False
     note: str = ""
+
+    @property
+    def x_ticks(self) -> list[float]:
+        return log_ticks([x for series in self.series for x in series.x])
+
+    @property
+    def y_ticks(self) -> list[float]:
+        return log_ticks([y for series in self.series for y in (*series.y, *series.low, *series.high) if y is not None])
 
 
 def charts(score: WorkloadScore) -> list[Chart]:
@@ -148,6 +157,18 @@ def _sensitivity(score: WorkloadScore) -> Chart:
     )
 
 
+def log_ticks(values: Sequence[float]) -> list[float]:
+    """Places for labels on a logarithmic axis: the shorter it is, the more digits."""
+    positive = [value for value in values if value > 0]
+    if not positive:
+        return []
+    low, high = math.log10(min(positive)), math.log10(max(positive))
+    span = high - low
+    digits = (1,) if span > 3 else (1, 2, 5) if span > 0.9 else (1, 1.5, 2, 3, 4, 5, 6, 8)
+    powers = range(math.floor(low) - 1, math.ceil(high) + 1)
+    return [float(f"{digit}e{power}") for power in powers for digit in digits]
+
+
 def plotly(chart: Chart) -> dict[str, Any]:
     """The chart in plotly's terms."""
     data: list[dict[str, Any]] = []
@@ -161,10 +182,13 @@ def plotly(chart: Chart) -> dict[str, Any]:
         hover = {"text": list(series.notes), "hovertemplate": "%{y:.4g} (%{text})"} if series.notes else {}
         mode = "lines+markers" if series.markers else "lines"
         data.append({**base, "y": list(series.y), "name": series.name, "line": line, "mode": mode, **hover})
-    axes = {
-        "xaxis": {"title": {"text": chart.x_label}, "type": "log" if chart.log_x else "linear"},
-        "yaxis": {"title": {"text": chart.y_label}, "type": "log" if chart.log_y else "linear"},
+    axes: dict[str, dict[str, Any]] = {
+        "xaxis": {"title": {"text": chart.x_label}},
+        "yaxis": {"title": {"text": chart.y_label}},
     }
+    for axis, log, ticks in (("xaxis", chart.log_x, chart.x_ticks), ("yaxis", chart.log_y, chart.y_ticks)):
+        if log:
+            axes[axis] |= {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
     return {"data": data, "layout": axes}
 
 

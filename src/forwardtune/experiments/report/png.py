@@ -11,7 +11,6 @@ def draw(chart: Chart, file: Path) -> None:
     """The chart as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogFormatter, NullFormatter
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
@@ -25,14 +24,15 @@ def draw(chart: Chart, file: Path) -> None:
             low, high = _numbers(series.low), _numbers(series.high)
             axes.fill_between(series.x, low, high, color=series.color, alpha=0.15, linewidth=0)
     axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
-    for axis, log in ((axes.xaxis, chart.log_x), (axes.yaxis, chart.log_y)):
+    for axis, log, ticks in (("x", chart.log_x, chart.x_ticks), ("y", chart.log_y, chart.y_ticks)):
         if log:
-            axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-            axis.set_major_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
-            axis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+            axes.set(**{f"{axis}scale": "log"})
+            limits = getattr(axes, f"get_{axis}lim")()
+            axes.set(**{f"{axis}ticks": ticks, f"{axis}ticklabels": [f"{tick:g}" for tick in ticks]})
+            axes.set(**{f"{axis}lim": limits})
+    axes.minorticks_off()
     if not chart.log_x:
         axes.margins(x=0)
-        axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_title(chart.title, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)

@@ -108,7 +108,7 @@ def _loss(scores: Scores) -> Table:
                 "diverged": score.best.diverged,
             }
         std = stdev(losses) if len(losses) > 1 else None
-        text = number(fmean(losses)) + (f" ± {number(std)}" if std is not None else "")
+        text = number(fmean(losses)) + (f" ± {std:.2g}" if std is not None else "")
         numbers = {"mean": fmean(losses), "std": std, **_ends(bootstrap_mean(losses)), "diverged": 0}
         return f"{text} at lr {score.best.lr:g}{_edge(score)}", numbers
 
@@ -204,7 +204,7 @@ def _rates(scores: Scores) -> Table:
             for rate in score.rates:
                 mean = fmean(rate.losses) if rate.losses else math.nan
                 text = "missing" if not rate.losses else "diverged" if mean == math.inf else number(mean)
-                spread = number(stdev(rate.losses)) if len(rate.losses) > 1 and mean < math.inf else ""
+                spread = f"{stdev(rate.losses):.2g}" if len(rate.losses) > 1 and mean < math.inf else ""
                 accuracy = f"{100 * fmean(rate.accuracies):.1f}" if rate.accuracies else ""
                 diverged = f"{rate.diverged} of {len(rate.results)}" if rate.diverged else ""
                 mark = "best" if rate is score.best else ""
@@ -248,7 +248,7 @@ def _edge(score: MethodScore) -> str:
 
 
 def _signed(value: float) -> str:
-    return f"{value:+.3g}"
+    return f"{value:+.2g}"
 
 
 def runs_table(workloads: Sequence[WorkloadScore]) -> Table:

@@ -1,0 +1,200 @@
+"""The page that sets our numbers beside the paper's, made from the results and nothing else."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from forwardtune.errors import ExperimentError
+from forwardtune.experiments import spec as specs
+from forwardtune.experiments.report.tables import ratio_text
+from forwardtune.experiments.scoring import MethodScore, Scores, WorkloadScore, acceleration, accuracy, score
+from forwardtune.experiments.spec import Spec, Workload
+from forwardtune.experiments.store import Store
+from forwardtune.experiments.summary import number, sentence
+
+HOME = Path(__file__).parent
+SPECS = HOME / "specs"
+
+INTRODUCTION = """# The paper's experiments
+
+Our numbers beside those that the paper prints. This page is made from the results of runs by
+
+```
+forwardtune reproduction {folder} --out docs/reproduction.md
+```
+
+and the results by `forwardtune compare --preset PRESET --data DIR --out {folder}/PRESET`, with the presets named below;
+`full/` ones are the paper's settings, `reduced/` ones fit two cores. All methods get the same number of forward passes;
+the rate of each is the one with the lowest mean final training loss. STP{prime} is STP at equal queries: it asks for
+three a step where the others ask for two, so it gets two thirds of the steps, and its rate decays over those (the paper
+cuts a longer run off there).
+"""
+
+
+def page(folder: Path) -> str:
+    """The page, from a folder that has results of presets in folders of their names."""
+    printed = tomllib.loads((HOME / "paper.toml").read_text("utf-8"))
+    presets = sorted(SPECS.rglob("*.toml"), key=lambda file: (file.parent.name != "full", _order(file.stem)))
+    names = {file.relative_to(SPECS).with_suffix("").as_posix(): file for file in presets}
+    found = {name: folder / name for name in names if (folder / name / "store.json").exists()}
+    if not found:
+        raise ExperimentError(
+            f"{folder} holds no results of the paper's presets; make some by `forwardtune compare --preset "
+            f"reduced/mnist-200 --data DIR --out {folder}/reduced/mnist-200`"
+        )
+    parts = [INTRODUCTION.format(folder=folder, prime="\N{PRIME}")]
+    for name, place in found.items():
+        spec = specs.read(names[name])
+        scores = score(spec, Store(place, create=False))
+        full = specs.read(SPECS / "full" / f"{spec.name}.toml")
+        parts.append(_section(name, scores, full, printed.get(spec.name, {})))
+    missing = [name for name in names if name not in found]
+    if missing:
+        parts.append(
+            "## Not run\n\n" + "\n".join(f"- `{name}`: {specs.read(names[name]).title}" for name in missing) + "\n"
+        )
+    return "\n".join(parts)
+
+
+def _order(stem: str) -> tuple[bool, bool, bool]:
+    """MNIST before CIFAR-10, 200 epochs before 100, the failure study last."""
+    return "failure" in stem, stem.endswith("100"), not stem.startswith("mnist")
+
+
+def _section(name: str, scores: Scores, full: Spec, printed: dict[str, Any]) -> str:
+    spec = scores.spec
+    blocks = [f"## {spec.title}\n\nPreset `{name}`. {' '.join(spec.description.split())}\n"]
+    if scores.missing:
+        blocks.append(f"{scores.missing} of its runs are missing.\n")
+    blocks += [f"- {sentence(workload)}" for workload in scores.workloads]
+    blocks.append("\n### Test accuracy (%)\n\n" + _accuracy(scores, printed))
+    blocks.append("\n### Training loss\n\n" + _losses(scores))
+    if len(spec.methods) > 1:
+        blocks.append(f"\n### Acceleration of {spec.methods[0].title}\n\n" + _accelerations(scores, printed))
+    if spec.text != full.text:
+        blocks.append("\n### What differs from the paper's settings\n\n" + _differences(scores, full))
+    blocks.append(f"\n{_origin(scores)}\n")
+    return "\n".join(blocks)
+
+
+def _rows(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    header = list(header)
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
+
+
+def _accuracy(scores: Scores, printed: dict[str, Any]) -> str:
+    header = ["network", "at the start"]
+    for method in scores.spec.methods:
+        header += [method.title, *(["paper"] if printed else [])]
+    rows = []
+    for workload in scores.workloads:
+        row = [workload.workload.network, _start(workload, "accuracy", 100)]
+        for found in workload.methods:
+            row.append(_mean_and_deviation(found))
+            if printed:
+                mean, deviation = printed[workload.workload.network]["accuracy"][found.method.method]
+                row.append(f"{mean:.1f} ± {deviation:.1f}")
+        rows.append(row)
+    return _rows(header, rows)
+
+
+def _mean_and_deviation(score: MethodScore) -> str:
+    found = accuracy(score)
+    if found is None or score.best is None:
+        return "missing"
+    deviation = f" ± {100 * found.std:.1f}" if found.std is not None else ""
+    diverged = f", {found.diverged} of {len(score.best.results)} diverged" if found.diverged else ""
+    return f"{100 * found.mean:.1f}{deviation}{diverged}"
+
+
+def _start(workload: WorkloadScore, column: str, scale: float = 1) -> str:
+    first = [r["curve"][column][0] for m in workload.methods for rate in m.rates for r in rate.found]
+    return number(scale * first[0]) if first else "missing"
+
+
+def _losses(scores: Scores) -> str:
+    rows = []
+    for workload in scores.workloads:
+        cells = []
+        for found in workload.methods:
+            if found.best is None:
+                cells.append("missing")
+                continue
+            edge = ", an end of its grid" if found.at_edge else ""
+            loss = "diverged" if found.best.diverged else number(found.best.mean_loss)
+            cells.append(f"{loss} (lr {found.best.lr:g}{edge})")
+        rows.append([workload.workload.network, _start(workload, "train_loss"), *cells])
+    return _rows(["network", "at the start", *(method.title for method in scores.spec.methods)], rows)
+
+
+def _accelerations(scores: Scores, printed: dict[str, Any]) -> str:
+    header = ["network"]
+    for method in scores.spec.methods[1:]:
+        header += [f"over {method.title}", *(["paper"] if printed else [])]
+    rows = []
+    for workload in scores.workloads:
+        row = [workload.workload.network]
+        for other in workload.methods[1:]:
+            row.append(ratio_text(acceleration(workload.methods[0], other)))
+            if printed:
+                row.append(str(printed[workload.workload.network]["acceleration"][other.method.method]))
+        rows.append(row)
+    return _rows(header, rows)
+
+
+def _differences(scores: Scores, full: Spec) -> str:
+    rows = []
+    for ours in scores.workloads:
+        theirs = next(w for w in full.workloads if w.network == ours.workload.network)
+        results = [result for method in ours.methods for rate in method.rates for result in rate.found]
+        data = results[0]["data"] if results else {}
+        sizes = f"{data['train']:,} / {data['test']:,}" if data else "unknown"
+        mine = _settings(ours.workload)
+        rows.append(
+            [ours.workload.network, *(f"{a} (paper {b})" for a, b in zip(mine, _settings(theirs), strict=True)), sizes]
+        )
+    header = ["network", "budget", "batch", "seeds", "starts from", "examples, train / test"]
+    lines = [_rows(header, rows), "", "Rates:", ""]
+    for method in scores.spec.methods:
+        rates = ", ".join(f"{lr:g}" for lr in method.lr)
+        lines.append(f"- {method.title}: {rates} (paper {', '.join(f'{lr:g}' for lr in full.method(method.label).lr)})")
+    looked = scores.workloads[0].workload
+    lines += [
+        "",
+        f"Training loss is that of {looked.train_examples or 'all'} fixed training examples and accuracy that of "
+        f"{looked.test_examples or 'all'} fixed test examples.",
+    ]
+    notes = sorted({result["data"]["note"] for result in scores.results if result["data"].get("note")})
+    return "\n".join([*lines, *(f"\n{note}." for note in notes)])
+
+
+def _settings(workload: Workload) -> list[str]:
+    budget = f"{workload.epochs} epochs" if workload.epochs else f"{workload.queries:,} queries"
+    start = {"torchvision": "ImageNet weights", "random": "random weights"}.get(
+        workload.weights, "ImageNet weights (file)"
+    )
+    if workload.pretrain:
+        change = ", inverted" if workload.pretrain.invert else ""
+        start += f", then {workload.pretrain.steps} steps of Adam on {workload.pretrain.data}{change}"
+    return [budget, str(workload.batch), str(len(workload.seeds)), start]
+
+
+def _origin(scores: Scores) -> str:
+    """Where the numbers come from, in a sentence."""
+    results = scores.results
+    if not results:
+        return ""
+    commits = sorted({(r["code"]["commit"] or "no commit")[:10] + ("+" if r["code"]["dirty"] else "") for r in results})
+    hosts = sorted(
+        {f"{r['circumstances']['host']['cores']} cores of {r['circumstances']['host']['cpu']}" for r in results}
+    )
+    torch = sorted({r["code"]["versions"]["torch"] for r in results})
+    hours = sum(r["circumstances"]["seconds"] for r in results) / 3600
+    days = sorted({r["circumstances"]["finished"][:10] for r in results})
+    return (
+        f"{len(results)} runs, {hours:.1f} hours in all if made one after the other, on {', '.join(hosts)}, torch "
+        f"{', '.join(torch)}, forwardtune at {', '.join(commits)}, {' to '.join(dict.fromkeys((days[0], days[-1])))}."
+    )

@@ -1,0 +1,181 @@
+"""Scores against cases worked out by hand."""
+
+import math
+from pathlib import Path
+
+import pytest
+from scipy import stats
+from test_spec import TEXT
+
+from forwardtune.experiments import scoring, summary
+from forwardtune.experiments import spec as specs
+from forwardtune.experiments.scoring import MethodScore, RateScore, WorkloadScore
+from forwardtune.experiments.statistics import Interval, bootstrap_mean, paired, resamples, student
+
+SPEC = specs.parse(TEXT, "test", Path())
+VS2P, STP = SPEC.methods
+
+
+def result(losses, accuracy=0.5, *, queries=None, diverged=False):
+    """A run that was looked at every ten queries."""
+    return {
+        "status": "diverged" if diverged else "finished",
+        "final": {"accuracy": accuracy},
+        "curve": {"queries": queries or [10 * i for i in range(len(losses))], "train_loss": losses},
+    }
+
+
+def flat(loss, accuracy=0.5, **more):
+    return result([9.0, loss, loss, loss], accuracy, **more)
+
+
+def method(rates, kind=VS2P):
+    return MethodScore(kind, tuple(RateScore(lr, tuple(results)) for lr, results in rates.items()))
+
+
+def test_losses_are_smoothed_over_three_looks():
+    assert scoring.smoothed(result([6.0, 3.0, 0.0, 3.0])) == [6.0, 4.5, 3.0, 2.0]
+    assert scoring.smoothed(result([6.0, None])) == [6.0, math.inf]
+
+
+def test_the_best_rate_has_the_lowest_mean_loss_over_seeds():
+    score = method({1.0: [flat(1.0), flat(3.0)], 2.5: [flat(1.5), flat(2.0)]})
+    assert [rate.mean_loss for rate in score.rates] == [2.0, 1.75]
+    assert score.best.lr == 2.5
+
+
+def test_of_equals_the_smaller_rate_is_the_best():
+    for rates in ((2.5, 1.0), (1.0, 2.5)):
+        score = method({lr: [flat(1.0), flat(3.0)] for lr in rates})
+        assert score.best.lr == 1.0
+
+
+def test_a_diverged_seed_makes_a_rate_the_last_choice():
+    score = method({1.0: [flat(0.1), flat(0.1, diverged=True)], 2.5: [flat(5.0), flat(6.0)]})
+    assert score.best.lr == 2.5
+    assert score.rates[0].mean_loss == math.inf
+    assert score.rates[0].diverged == 1
+
+
+def test_if_every_rate_diverged_the_fewest_count_then_the_rest():
+    gone = flat(1.0, 0.1, diverged=True)
+    score = method({1.0: [gone, gone, flat(0.1)], 2.5: [gone, flat(4.0), flat(2.0)], 5.0: [flat(3.5), gone, flat(2.0)]})
+    assert score.best.lr == 5.0
+    found = scoring.accuracy(score)
+    assert (found.diverged, found.mean) == (1, pytest.approx((0.5 + 0.1 + 0.5) / 3))  # counted, not left out
+
+
+def test_a_rate_that_lacks_a_seed_is_not_chosen():
+    score = method({1.0: [flat(0.1), None], 2.5: [flat(5.0), flat(6.0)]})
+    assert score.best.lr == 2.5
+    assert method({1.0: [flat(0.1), None]}).best is None
+    assert scoring.accuracy(method({1.0: [flat(0.1), None]})) is None
+
+
+def test_accuracy_is_mean_and_sample_deviation():
+    found = scoring.accuracy(method({1.0: [flat(1.0, a) for a in (0.70, 0.74, 0.78)]}))
+    assert found.mean == pytest.approx(0.74)
+    assert found.std == pytest.approx(0.04)
+    assert found.interval == pytest.approx((0.70, 0.78))  # of 27 resamples 2.5% is less than one
+    assert scoring.accuracy(method({1.0: [flat(1.0, 0.7)]})).std is None
+
+
+def test_acceleration_by_hand():
+    """The other ends, smoothed, at (3 + 2 + 1)/3 = 2; ours is at or below 2 at 20 queries for the first time."""
+    other = method({1.0: [result([9.0, 3.0, 2.0, 1.0])]})
+    ours = method({1.0: [result([3.0, 2.0, 1.0, 0.0])]})  # smoothed 3, 2.5, 2, 1
+    found = scoring.acceleration(ours, other)
+    assert (found.ratio, found.reason, found.interval) == (30 / 20, "", None)
+
+
+def test_acceleration_is_of_the_mean_over_seeds():
+    other = method({1.0: [result([9.0, 2.0, 2.0, 2.0]), result([9.0, 4.0, 4.0, 4.0])]})  # ends at a mean of 3
+    ours = method({1.0: [result([5.0, 1.0, 1.0, 1.0]), result([9.0, 9.0, 3.0, 3.0])]})  # 7, 6, 14/3 = 4.67, 3
+    found = scoring.acceleration(ours, other)
+    assert found.ratio == 1.0
+    # the first seed twice: 5, 3, 2.33, 1 is below 2 at 30 queries; the second twice: 9, 9, 7, 5 never is below 4
+    assert found.interval == (None, 1.0)
+
+
+def test_acceleration_is_not_available():
+    ends_at_two = method({1.0: [flat(2.0)]})
+    assert scoring.acceleration(method({1.0: [flat(3.0)]}), ends_at_two).ratio is None
+    assert "not reached" in scoring.acceleration(method({1.0: [flat(3.0)]}), ends_at_two).reason
+    gone = method({1.0: [flat(2.0, diverged=True)]})
+    assert "other method diverged" in scoring.acceleration(ends_at_two, gone).reason
+    assert "of the method diverged" in scoring.acceleration(gone, ends_at_two).reason
+    worse = method({1.0: [result([1.0, 20.0, 20.0, 20.0])]})
+    assert "no lower than both began" in scoring.acceleration(method({1.0: [flat(2.0)]}), worse).reason
+    assert scoring.acceleration(method({1.0: [None]}), ends_at_two).reason == "runs are missing"
+    for other in (gone, worse, method({1.0: [None]})):
+        assert scoring.acceleration(ends_at_two, other).ratio is None
+
+
+def test_stp_is_compared_at_equal_queries():
+    """Its looks are at other queries than those of a two-point method, and the budget is counted in queries."""
+    stp = method({1e-3: [result([9.0, 6.0, 6.0, 6.0], queries=[0, 21, 39, 60])]}, STP)
+    vs2p = method({1.0: [result([9.0, 6.0, 3.0, 3.0], queries=[0, 20, 40, 60])]})
+    assert scoring.acceleration(vs2p, stp).ratio == 60 / 40
+    assert stp.method.title == "STP\N{PRIME}"
+    assert specs.steps(SPEC.workloads[0], STP, 60) == 20
+
+
+def test_paired_differences_and_students_interval():
+    found = paired([1.0, 2.0, 4.0], [0.5, 1.0, 2.5])
+    assert found.differences == (0.5, 1.0, 1.5)
+    half = 4.302652729911275 * 0.5 / math.sqrt(3)
+    assert found.interval == pytest.approx((1 - half, 1 + half))
+    assert not found.is_clear
+    assert paired([1.0, 2.0, 3.0], [0.0, 1.1, 1.9]).is_clear
+    assert paired([1.0], [0.0]).interval is None
+    assert not paired([1.0], [0.0]).is_clear
+    assert paired([1.0, 1.0], [1.0, 1.0]).interval == Interval(0.0, 0.0)
+    assert not paired([1.0, 1.0], [1.0, 1.0]).is_clear
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 5, 9, 29, 200])
+def test_students_quantile(freedom):
+    assert student(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-6)
+
+
+def test_resamples():
+    assert list(resamples(2)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert len(list(resamples(6))) == 4000
+    assert list(resamples(6)) == list(resamples(6))
+    assert bootstrap_mean([1.0]) is None
+    # of 256 resamples the 7th from either end: one has a mean of 0, twelve one of 0.25
+    assert bootstrap_mean([0.0, 1.0, 1.0, 1.0]) == (0.25, 1.0)
+    assert bootstrap_mean([2.0, 2.0, 2.0]) == (2.0, 2.0)
+
+
+def test_the_edge_of_a_grid_is_noted():
+    assert method({1.0: [flat(1.0)], 2.5: [flat(2.0)]}).at_edge
+    assert not method({1.0: [flat(1.0)]}).at_edge
+    wide = MethodScore(
+        specs.parse(TEXT.replace("[1, 2.5]", "[1, 2.5, 6]"), "test", Path()).methods[0],
+        tuple(RateScore(lr, (flat(loss),)) for lr, loss in ((1.0, 2.0), (2.5, 1.0), (6.0, 2.0))),
+    )
+    assert not wide.at_edge
+
+
+def test_the_summary_says_who_won_and_whether_it_may_be_chance():
+    def workload(ours, theirs):
+        scores = (
+            method({1.0: [flat(loss) for loss in ours]}),
+            method({1e-3: [flat(loss) for loss in theirs]}, STP),
+        )
+        return WorkloadScore(SPEC.workloads[0], scores)
+
+    clear = summary.sentence(workload([1.0, 1.1, 0.9], [2.0, 2.2, 1.8]))
+    assert clear == (
+        "digits-cnn: after 30 queries VS2P has the lowest training loss, 1: 50% below STP\N{PRIME} "
+        "(by 1, 95% interval 0.752 to 1.25)."
+    )
+    assert "STP\N{PRIME} has the lowest" in summary.sentence(workload([2.0, 2.2, 1.8], [1.0, 1.1, 0.9]))
+    assert "inside the noise" in summary.sentence(workload([1.0, 2.0], [2.0, 1.9]))
+    assert "one seed" in summary.sentence(workload([1.0], [2.0]))
+    gone = (method({1.0: [flat(1.0)]}), method({1e-3: [flat(1.0, diverged=True)]}, STP))
+    text = summary.sentence(WorkloadScore(SPEC.workloads[0], gone))
+    assert "STP\N{PRIME} diverged in 1 of 1 runs" in text
+    missing = (method({1.0: [flat(1.0)]}), method({1e-3: [None]}, STP))
+    assert summary.sentence(WorkloadScore(SPEC.workloads[0], missing)) == "digits-cnn: 1 run missing."
