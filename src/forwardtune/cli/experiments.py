@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -70,7 +71,7 @@ def compare(
     store, sources = Store(out or _default_folder(chosen, preset)), Sources(data, chosen.folder, download)
     listener = _listener(quiet, json)
     board = TensorBoard(store.folder / "tensorboard", listener) if tensorboard else listener
-    with listener:
+    with _interruptible(), listener:
         compare_all(chosen, store, sources, Machine.choose(device, workers, threads), board)
     scores = score(chosen, store)
     page = None if no_report else reports.write(scores, store.folder)
@@ -107,7 +108,7 @@ def run(
     torch.set_num_threads(machine.threads)
     listener = _listener(quiet, json)
     board = TensorBoard(store.folder / "tensorboard", listener) if tensorboard else listener
-    with store.lock(), listener:
+    with _interruptible(), store.lock(), listener:
         check_finished([one], store, sources, machine)
         result = execute(one, store, sources, device=machine.device, tell=board)
     if not json:
@@ -198,10 +199,13 @@ def _tell_outcome(
         Console(highlight=False).print(table)
 
 
-def interrupted() -> None:
-    """What is said after Ctrl-C."""
-    Console(stderr=True, highlight=False).print("stopped; the same command goes on where it stopped")
-    sys.exit(130)
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        Console(stderr=True, highlight=False).print("stopped; the same command goes on where it stopped")
+        raise typer.Exit(130) from None
 
 
 def register(app: typer.Typer) -> None:

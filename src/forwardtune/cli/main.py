@@ -38,5 +38,3 @@ def main() -> None:
     except ForwardTuneError as error:
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", style="red", markup=False)
         sys.exit(1)
-    except KeyboardInterrupt:
-        experiments.interrupted()

@@ -1,0 +1,76 @@
+"""`forwardtune compare`, killed again and again, ends with the store of one that was not disturbed."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+from comparisons import TEXT, outcomes
+
+from forwardtune import ledger
+
+PRETRAIN = 'pretrain = {data = "digits", steps = 30}'
+SPEC = TEXT.replace("queries = 60", "queries = 900").replace('"random"', f'"random"\n{PRETRAIN}')
+
+
+def command(spec, out):
+    """The comparison as a process, its events line by line."""
+    arguments = ["compare", str(spec), "--out", str(out), "--json", "--workers", "2", "--threads", "1"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "forwardtune", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def workers_of(process):
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    return [int(child) for child in children]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="kills processes by signals")
+def test_killed_at_random_moments(tmp_path):
+    spec = tmp_path / "spec.toml"
+    spec.write_text(SPEC)
+    whole = command(spec, tmp_path / "whole")
+    out, err = whole.communicate(timeout=300)
+    assert whole.returncode == 0, err
+    total = len(out.splitlines())
+    draw = random.Random(0)
+    kills = 0
+    for _ in range(30):
+        process = command(spec, tmp_path / "killed")
+        moment = draw.randrange(1, total // 5)
+        for _ in range(moment):
+            if not process.stdout.readline():
+                break
+        if process.poll() is not None:
+            break
+        kind = ("kill", "interrupt", "worker")[kills % 3]
+        if kind == "worker":
+            victims = workers_of(process)
+            os.kill(draw.choice(victims), signal.SIGKILL) if victims else process.kill()
+        else:
+            process.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        if process.returncode == 0:
+            break
+        kills += 1
+        if kind == "interrupt":
+            assert process.returncode == 130
+            assert "the same command goes on where it stopped" in err
+        elif kind == "worker" and process.returncode == 1:
+            assert "a worker process died" in err
+        assert "Traceback" not in err
+    assert kills >= 3
+    last = command(spec, tmp_path / "killed")
+    out, err = last.communicate(timeout=300)
+    assert last.returncode == 0, err
+    assert json.loads(out.splitlines()[0])["event"] == "plan"
+    killed, undisturbed = outcomes(tmp_path / "killed"), outcomes(tmp_path / "whole")
+    assert len(undisturbed) == 6
+    assert killed == undisturbed
+    for name in killed:
+        file = name.replace(".json", ".ledger")
+        assert not ledger.diff(tmp_path / "killed" / "runs" / file, tmp_path / "whole" / "runs" / file)

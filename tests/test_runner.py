@@ -1,0 +1,227 @@
+"""One run: what it does, how it is given up, how it goes on after a stop; and the store it goes to."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from comparisons import TEXT, finished, outcomes, parse
+
+import forwardtune as ft
+from forwardtune.errors import ExperimentError
+from forwardtune.experiments import store as stores
+from forwardtune.experiments.comparison import Machine, check_finished, compare
+from forwardtune.experiments.plan import plan
+from forwardtune.experiments.runner import batch_numbers, execute, rate
+from forwardtune.experiments.store import Store
+from forwardtune.experiments.workloads import Sources, prepare
+
+
+def test_a_run_is_the_plain_loop(tmp_path):
+    """The result equals that of a loop as a user would write it."""
+    run, store = plan(parse())[1], Store(tmp_path / "store")
+    result = execute(run, store, Sources())
+    task = prepare(run.workload, Sources(), "cpu")
+    model = task.start(store.bases / f"{result['base']}.safetensors")
+    optimizer = ft.VS2P(model.named_parameters(), lr=4.0, rho=1e-3, seed=0, distribution="normal")
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: (1 + math.cos(math.pi * (k / 30))) / 2)
+    losses, steps = [], []
+    for step in range(30):
+        if step in (0, 8, 15, 22):
+            losses.append(task.evaluate(model).train_loss)
+        x, y = task.batch(batch_numbers(1400, 8, 0, step))
+        optimizer.step(lambda x=x, y=y: torch.nn.functional.cross_entropy(model(x), y))
+        steps.append(optimizer.last_step)
+        scheduler.step()
+    final = task.evaluate(model)
+    assert result["curve"]["train_loss"] == [*losses, final.train_loss]
+    assert result["curve"]["queries"] == [0, 16, 30, 44, 60]
+    assert result["final"] == final._asdict()
+    assert result["trace"]["gamma"] == [abs(step.gamma) for step in steps]
+    assert result["trace"]["sigma"] == [step.sigma for step in steps]
+    assert result["trace"]["alpha"] == [abs(step.t) for step in steps]
+    assert result["trace"]["loss"] == [step.loss for step in steps]
+    tuned = ft.replay(task.start(store.bases / f"{result['base']}.safetensors"), store.runs / f"{run.id}.ledger")
+    assert all(torch.equal(a, b) for a, b in zip(tuned.parameters(), model.parameters(), strict=True))
+
+
+def test_batches_are_a_function_of_seed_and_step():
+    epoch = torch.cat([batch_numbers(20, 6, 3, step) for step in range(3)])
+    assert len(set(epoch.tolist())) == 18
+    again = torch.cat([batch_numbers(20, 6, 3, step) for step in range(3, 6)])
+    assert not torch.equal(epoch, again)
+    assert torch.equal(batch_numbers(20, 6, 3, 1), epoch[6:12])
+    assert not torch.equal(batch_numbers(20, 6, 4, 1), epoch[6:12])
+
+
+def test_decays():
+    assert [rate("cosine", part) for part in (0, 0.5, 1)] == pytest.approx([1, 0.5, 0])
+    assert [rate("linear", part) for part in (0, 0.25, 1)] == [1, 0.75, 0]
+    assert rate("none", 0.9) == 1
+
+
+def test_methods_share_batches_and_queries(tmp_path):
+    _, store = finished(tmp_path / "store")
+    for result in outcomes(store.folder).values():
+        assert result["queries"] == 60
+        assert result["curve"]["queries"][-1] == 60
+        assert len(result["curve"]["queries"]) == 5
+    starts = {result["curve"]["train_loss"][0] for result in outcomes(store.folder).values()}
+    assert len(starts) == 1
+
+
+def test_a_finished_run_is_not_run_again(tmp_path):
+    _, store = finished(tmp_path / "store")
+    times = {file: file.stat().st_mtime_ns for file in store.runs.iterdir()}
+    finished(tmp_path / "store")
+    assert {file: file.stat().st_mtime_ns for file in store.runs.iterdir()} == times
+
+
+def test_a_diverged_run_is_given_up_with_the_reason(tmp_path):
+    wild = TEXT.replace("[1, 4]", "[3e4]").replace("seeds = [0, 1]", "seeds = [0]")
+    _, store = finished(tmp_path / "store", wild)
+    found = {result["run"]["method"]: result for result in outcomes(store.folder).values()}
+    assert (found["STP"]["status"], found["STP"]["reason"]) == ("finished", "")
+    gone = found["VS2P"]
+    assert gone["status"] == "diverged"
+    assert gone["reason"].startswith("the training loss is ")
+    assert gone["reason"].endswith("at 16 queries")
+    assert gone["queries"] == 16
+    assert gone["curve"]["queries"] == [0, 16]
+    assert 0 <= gone["final"]["accuracy"] <= 1
+
+
+def test_losses_that_are_not_finite_end_a_run(tmp_path, monkeypatch):
+    run, store = plan(parse())[0], Store(tmp_path / "store")
+    task = prepare(run.workload, Sources(), "cpu")
+    calls = iter(range(10**6))
+    real = task.loss
+    monkeypatch.setattr(task, "loss", lambda *a: real(*a) if next(calls) < 20 else torch.tensor(math.nan))
+    result = execute(run, store, Sources())
+    assert result["status"] == "diverged"
+    assert result["reason"] == "10 steps in a row met a loss that is not finite, at 30 queries"
+    assert len(result["trace"]["queries"]) == 20
+    assert result["trace"]["gamma"][10:] == [None] * 10
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("moment", [("start", 1), ("look", 1), ("look", 3), ("progress", 2), ("look", 5)])
+def test_a_run_that_was_stopped_goes_on(tmp_path, moment, monkeypatch):
+    monkeypatch.setattr("forwardtune.experiments.runner.PAUSE", 0.0)
+    run = plan(parse())[0]
+    execute(run, Store(tmp_path / "whole"), Sources())
+    seen = []
+
+    def stop(event):
+        seen.append(event["event"])
+        if seen.count(moment[0]) == moment[1] and event["event"] == moment[0]:
+            raise StopError
+
+    store = Store(tmp_path / "stopped")
+    with pytest.raises(StopError):
+        execute(run, store, Sources(), tell=stop)
+    assert store.result(run.id) is None
+    result = execute(run, store, Sources())
+    assert result["circumstances"]["sessions"] == (1 if moment[1] == 1 else 2)  # before the first step nothing is lost
+    assert outcomes(tmp_path / "stopped") == outcomes(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("damage", ["ledger", "looks", "torn"])
+def test_a_run_whose_files_were_damaged_starts_over_and_says_so(tmp_path, damage):
+    run, store = plan(parse())[0], Store(tmp_path / "store")
+    looks = []
+
+    def stop(event):
+        looks.append(event["event"] == "look")
+        if sum(looks) == 3:
+            raise StopError
+
+    with pytest.raises(StopError):
+        execute(run, store, Sources(), tell=stop)
+    file = store.runs / f"{run.id}.{'ledger' if damage == 'ledger' else 'looks'}"
+    content = file.read_bytes()
+    if damage == "ledger":
+        file.write_bytes(content[:300] + b"damage" + content[306:])
+    elif damage == "looks":
+        file.write_bytes(b"")
+    else:  # killed while writing a line: that is no damage
+        file.write_bytes(content + b'{"step": 15, "que')
+    notes = []
+    execute(run, store, Sources(), tell=lambda e: notes.append(e["text"]) if e["event"] == "note" else None)
+    assert len(notes) == (damage != "torn")
+    assert all("VS2P lr 1 seed 0 starts over" in note for note in notes)
+    execute(run, Store(tmp_path / "whole"), Sources())
+    assert outcomes(tmp_path / "store") == outcomes(tmp_path / "whole")
+
+
+def test_global_random_numbers_are_left_alone(tmp_path):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    execute(plan(parse())[0], Store(tmp_path / "store"), Sources())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_store_of_another_version(tmp_path):
+    _, store = finished(tmp_path / "store", TEXT.replace("[0, 1]", "[0]"))
+    mark = store.folder / "store.json"
+    mark.write_text('{"schema": 99}')
+    with pytest.raises(ExperimentError, match=r"was written by another version of forwardtune \(format 99"):
+        Store(store.folder)
+    mark.write_text('{"schema": 1}')
+    file = next(store.runs.glob("*.json"))
+    result = json.loads(file.read_text())
+    file.write_text(json.dumps({**result, "schema": 0}))
+    with pytest.raises(ExperimentError, match="is not a result of this version"):
+        store.result(file.stem)
+    file.write_text("{")
+    with pytest.raises(ExperimentError, match=r"cannot be read .*; move it away"):
+        store.result(file.stem)
+
+
+def test_a_folder_that_is_something_else(tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(ExperimentError, match="holds no results of a comparison; name the folder"):
+        Store(tmp_path)
+    with pytest.raises(ExperimentError, match="holds no results"):
+        Store(tmp_path / "nothing", create=False)
+    assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
+    with pytest.raises(ExperimentError, match="cannot be used"):
+        Store(Path("/proc/nowhere"))
+
+
+def test_two_comparisons_on_one_store(tmp_path):
+    store = Store(tmp_path / "store")
+    with store.lock(), pytest.raises(ExperimentError, match=r"another process is writing to .*--out"):
+        compare(parse(), Store(tmp_path / "store"), Sources(), Machine())
+
+
+def test_other_data_of_the_same_name_is_refused(tmp_path):
+    spec, store = finished(tmp_path / "store", TEXT.replace("[0, 1]", "[0]"))
+    run = plan(spec)[0]
+    result = store.result(run.id)
+    stores.write(store.runs / f"{run.id}.json", {**result, "data": {**result["data"], "digest": "0", "train": 999}})
+    with pytest.raises(ExperimentError, match=r"made on other data called digits \(999 training .*here 1,400"):
+        check_finished([run], store, Sources(), Machine())
+
+
+def test_writing_is_whole_or_not_at_all(tmp_path, monkeypatch):
+    file = tmp_path / "a.json"
+    stores.write(file, {"a": 1})
+    monkeypatch.setattr("os.fsync", lambda number: (_ for _ in ()).throw(OSError("the disk is full")))
+    with pytest.raises(ExperimentError, match=r"cannot be written .the disk is full"):
+        stores.write(file, {"a": 2})
+    assert json.loads(file.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_machines():
+    machine = Machine.choose("cpu")
+    assert machine.threads == 1
+    assert Machine.choose("cpu", workers=1).threads == machine.workers
+    assert Machine.choose("cpu", threads=machine.workers).workers == 1
+    with pytest.raises(ExperimentError, match="the device 'cuda:77' cannot be used"):
+        Machine.choose("cuda:77")
