@@ -1,20 +1,24 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint bench clean
+.PHONY: install demo test lint browser bench clean
 
 # torch comes first and pinned: anything looser may pull a build for other hardware.
-install: .venv/installed
-.venv/installed: pyproject.toml constraints.txt
+.venv/base: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[demo]"
+	@touch $@
+
+install: .venv/installed
+.venv/installed: .venv/base
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[demo,bench,dev]"
 	@touch $@
 
-demo: install
-	$(BIN)/python -m examples.digits
+demo: .venv/base
+	$(BIN)/forwardtune compare --preset digits
 
-test: install lint
+test: install lint browser
 	$(BIN)/pytest -n 2 --dist worksteal
 
 lint: install
@@ -22,6 +26,12 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The report is also tested in a browser: Debian's, which root installs here if there is none.
+browser:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	  && apt-get update -qq && apt-get install -qq -y chromium >/dev/null; } \
+	  || echo "no chromium: the tests of the report in a browser will be skipped"
 
 bench: install
 	$(BIN)/python -m benchmarks.noise --json results/noise.json

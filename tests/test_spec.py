@@ -108,7 +108,13 @@ def test_all_methods_can_be_compared():
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ("title", "titel", r"the spec 'test' has an unknown key 'titel'; did you mean 'title'\?"),
+        (
+            "title",
+            "titel",
+            r"the spec 'test': the key 'titel' is not known \(did you mean 'title'\?\); choose ",
+        ),
+        ("seeds", "seed", r"the key 'seed' is not known \(did you mean 'seeds'\?\)"),
+        ("network", "net", r"the workload 'digits-None': the key 'net' is not known"),
         ('title = "a test"', "", "the spec 'test' has no 'title'; give it"),
         ('"a test"', "3", "the spec 'test': title must be text, not 3"),
         ("queries = 60", "queries = 60.5", "the workload 'digits-cnn': queries must be a whole number, not 60.5"),
@@ -121,10 +127,10 @@ def test_all_methods_can_be_compared():
         ("seeds = [0, 1]", "seeds = [0, 0]", "seeds must be different"),
         ("seeds = [0, 1]", "seeds = []", "seeds must be a list with at least one entry"),
         ("seeds = [0, 1]", "seeds = 3", "seeds must be a list with at least one entry, not 3"),
-        ('"digits"', '"mnits"', "data 'mnits' is not known; did you mean 'mnist'"),
-        ('"cnn"', '"resnet"', "network 'resnet' is not known; did you mean 'resnet18'"),
+        ('"digits"', '"mnits"', "data 'mnits' is not known .did you mean 'mnist'"),
+        ('"cnn"', '"resnet"', "network 'resnet' is not known .did you mean 'resnet18'"),
         ("batch = 8", 'batch = 8\ndecay = "step"', "decay 'step' is not known; choose one of cosine, linear, none"),
-        ('"STP"', '"stp"', "method 'stp' is not known; did you mean 'STP'"),
+        ('"STP"', '"stp"', "method 'stp' is not known .did you mean 'STP'"),
         ('"STP"', '"STP"\nrho = 1e-3', "the method 'STP': the setting 'rho' is not known"),
         ('"VS2P"', '"VS2P"\nwindow = 1', "the method 'VS2P': window must be an integer of at least 2"),
         ("[1e-3]", "[0.0]", "lr must list different rates above zero"),
@@ -150,7 +156,7 @@ def test_a_file_that_is_not_there():
 
 
 def test_an_unknown_preset():
-    with pytest.raises(ExperimentError, match="there is no preset 'digit'; did you mean 'digits'"):
+    with pytest.raises(ExperimentError, match=r"there is no preset 'digit' .did you mean 'digits'"):
         presets.read("digit")
 
 

@@ -84,14 +84,11 @@ class Live(Quiet):
         self.begun = time.perf_counter()
         self.queries = 0
 
-    def __enter__(self) -> Live:
-        self.bars.start()
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.bars.stop()
+        if self.tasks or self.total is not None:
+            self.bars.stop()
 
     def __call__(self, event: Event) -> None:
         super().__call__(event)
@@ -102,13 +99,15 @@ class Live(Quiet):
         done = f", {event['finished']} of them made before" if event["finished"] else ""
         self.console.print(f"{event['spec']}: {event['runs']} runs{done}", markup=False)
         if left:
-            self.total = self.bars.add_task(f"{left} runs", total=event["queries"], text="queries")
+            self.bars.start()
+            self.total = self.bars.add_task(f"{left} runs", total=event["queries"], text="")
 
     def _base(self, event: Event) -> None:
         if self.total is not None:
             self.bars.update(self.total, text=f"preparing {event['workload']}")
 
     def _start(self, event: Event) -> None:
+        self.bars.start()
         self.seen[event["run"]] = event["queries"]
         if event["queries"] and self.total is not None:
             self.bars.advance(self.total, event["queries"])

@@ -192,6 +192,8 @@ def parse(text: str, name: str, folder: Path) -> Spec:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ExperimentError(f"the spec {name!r} is not TOML: {error}") from None
+    for key in table:
+        one_of(f"the spec {name!r}: the key", key, [*(field.name for field in fields(_File)), *sorted(COMMON)])
     common = {key: table.pop(key) for key in COMMON & table.keys()}
     top = build(_File, table, f"the spec {name!r}")
     one_of("decay", top.decay, DECAYS)

@@ -23,8 +23,7 @@ def build(kind: type[T], table: Any, where: str) -> T:
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     hints = get_type_hints(kind)
     for key in table:
-        if key not in fields:
-            raise ExperimentError(f"{where} has an unknown key {key!r}{nearest(key, fields)}")
+        one_of(f"{where}: the key", key, fields)
     for name, field in fields.items():
         if name not in table and field.default is dataclasses.MISSING:
             raise ExperimentError(f"{where} has no {name!r}; give it")
@@ -63,4 +62,4 @@ def one_of(what: str, given: str, known: Iterable[str]) -> None:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     found = difflib.get_close_matches(word.lower(), {k.lower(): k for k in known}, n=1)
-    return f"; did you mean {next(k for k in known if k.lower() == found[0])!r}?" if found else ""
+    return f" (did you mean {next(k for k in known if k.lower() == found[0])!r}?)" if found else ""
