@@ -4,6 +4,7 @@ import forwardtune as ft
 
 PUBLIC = {
     "BackendError",
+    "ExperimentError",
     "Field",
     "ForwardTuneError",
     "InvalidArgumentError",

@@ -3,7 +3,14 @@
 from importlib.metadata import version
 
 from forwardtune import theory
-from forwardtune.errors import BackendError, ForwardTuneError, InvalidArgumentError, LedgerError, NonFiniteLossError
+from forwardtune.errors import (
+    BackendError,
+    ExperimentError,
+    ForwardTuneError,
+    InvalidArgumentError,
+    LedgerError,
+    NonFiniteLossError,
+)
 from forwardtune.ledger import Ledger, replay, resume
 from forwardtune.methods import S2P, STP, VS2P, MeZO
 from forwardtune.noise import Field
@@ -17,6 +24,7 @@ __all__ = [
     "STP",
     "VS2P",
     "BackendError",
+    "ExperimentError",
     "Field",
     "ForwardTuneError",
     "InvalidArgumentError",

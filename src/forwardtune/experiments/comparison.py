@@ -59,11 +59,12 @@ def compare(spec: Spec, store: Store, sources: Sources, machine: Machine, tell: 
         write_text(store.spec_file, spec.text)
         counts = {"runs": len(runs), "finished": len(runs) - len(open_runs)}
         tell({"event": "plan", "spec": spec.name, **counts, "queries": sum(queries[run.id] for run in open_runs)})
+        threads = torch.get_num_threads()
+        torch.set_num_threads(machine.workers * machine.threads)
         for workload in dict.fromkeys(run.workload for run in open_runs):
             tell({"event": "base", "workload": workload.name, "weights": workload.weights})
-            torch.set_num_threads(machine.workers * machine.threads)
             base_of(prepare(workload, sources, machine.device), store)
-        prepare.cache_clear()
+        torch.set_num_threads(threads)
         if open_runs:
             _Crew(store, sources, machine, tell).work(open_runs)
 
@@ -138,7 +139,9 @@ class _Crew:
             if waiting:
                 pipe.send(waiting.pop())
             else:
-                self.workers.pop(pipe).kill()
+                done = self.workers.pop(pipe)
+                done.kill()
+                done.join()
 
 
 def _serve(pipe: Connection, folder: Any, sources: Sources, machine: Machine) -> None:

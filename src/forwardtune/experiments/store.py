@@ -10,7 +10,6 @@ bases/ID.safetensors  the weights that runs of a workload start from
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -52,6 +51,10 @@ class Store:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Refuses to let two comparisons write one folder."""
+        try:
+            import fcntl
+        except ImportError:
+            raise ExperimentError("comparisons run on Linux and macOS only, for the locks that they need") from None
         with open(self.folder / ".lock", "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -75,6 +78,7 @@ class Store:
 
     def save(self, result: dict[str, Any]) -> None:
         write(self.runs / f"{result['id']}.json", {"schema": SCHEMA, **result})
+        (self.runs / f"{result['id']}.looks").unlink(missing_ok=True)
 
     @property
     def spec_file(self) -> Path:
