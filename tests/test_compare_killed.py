@@ -13,7 +13,7 @@ from comparisons import TEXT, outcomes
 from forwardtune import ledger
 
 PRETRAIN = 'pretrain = {data = "digits", steps = 30}'
-SPEC = TEXT.replace("queries = 60", "queries = 900").replace('"random"', f'"random"\n{PRETRAIN}')
+SPEC = TEXT.replace("queries = 60", "queries = 600").replace("[1, 4]", "[1]").replace('"random"', f'"random"\n{PRETRAIN}')
 
 
 def command(spec, out):
@@ -39,9 +39,9 @@ def test_killed_at_random_moments(tmp_path):
     total = len(out.splitlines())
     draw = random.Random(0)
     kills = 0
-    for _ in range(30):
+    for _ in range(7):
         process = command(spec, tmp_path / "killed")
-        moment = draw.randrange(1, total // 5)
+        moment = draw.randrange(1, total // 4)
         for _ in range(moment):
             if not process.stdout.readline():
                 break
@@ -69,7 +69,7 @@ def test_killed_at_random_moments(tmp_path):
     assert last.returncode == 0, err
     assert json.loads(out.splitlines()[0])["event"] == "plan"
     killed, undisturbed = outcomes(tmp_path / "killed"), outcomes(tmp_path / "whole")
-    assert len(undisturbed) == 6
+    assert len(undisturbed) == 4
     assert killed == undisturbed
     for name in killed:
         file = name.replace(".json", ".ledger")
