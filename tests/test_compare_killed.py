@@ -13,7 +13,9 @@ from comparisons import TEXT, outcomes
 from forwardtune import ledger
 
 PRETRAIN = 'pretrain = {data = "digits", steps = 30}'
-SPEC = TEXT.replace("queries = 60", "queries = 600").replace("[1, 4]", "[1]").replace('"random"', f'"random"\n{PRETRAIN}')
+SPEC = (
+    TEXT.replace("queries = 60", "queries = 600").replace("[1, 4]", "[1]").replace('"random"', f'"random"\n{PRETRAIN}')
+)
 
 
 def command(spec, out):

@@ -99,19 +99,23 @@ class _Progress:
 
     def finish(self) -> Event:
         optimizer, model, step = self._begin()
+        with _recorder(optimizer):
+            reason = self._go_on(optimizer, model, step)
+        return self._result(optimizer, model, reason)
+
+    def _go_on(self, optimizer: LineSearch, model: nn.Module, step: int) -> str:
+        """Steps and looks to the end; why there were no more, if the run is given up."""
         start, told = time.perf_counter() - self.looks.seconds, 0.0
         total = self.steps * self.run.method.queries_per_step
-        start_event = {"event": "start", "run": self.run.id, "title": self.run.title}
-        self.tell({**start_event, "queries": optimizer.queries, "total": total})
+        self._tell("start", title=self.run.title, queries=optimizer.queries, total=total)
         while True:
             reason = self._too_many_nonfinite(optimizer)
             if (step in self.due or reason) and step not in self.looks.at:
                 seconds = time.perf_counter() - start
-                look = self.looks.add(step, optimizer.queries, seconds, self.task.evaluate(model))
-                self.tell({"event": "look", "run": self.run.id, **look})
+                self._tell("look", **self.looks.add(step, optimizer.queries, seconds, self.task.evaluate(model)))
             reason = reason or self._diverged()
             if step == self.steps or reason:
-                break
+                return reason
             for group in optimizer.param_groups:
                 group["lr"] = self._lr(step)
             numbers = batch_numbers(self.task.examples, self.run.workload.batch, self.run.seed, step)
@@ -119,9 +123,10 @@ class _Progress:
             step += 1
             if time.perf_counter() - told > PAUSE:
                 told = time.perf_counter()
-                self.tell({"event": "progress", "run": self.run.id, "queries": optimizer.queries, "loss": loss})
-        _recorder(optimizer).close()
-        return self._result(optimizer, model, reason)
+                self._tell("progress", queries=optimizer.queries, loss=loss)
+
+    def _tell(self, event: str, **more: Any) -> None:
+        self.tell({"event": event, "run": self.run.id, **more})
 
     def _begin(self) -> tuple[LineSearch, nn.Module, int]:
         """From the start, or from where an earlier process left it."""
@@ -140,7 +145,7 @@ class _Progress:
                     return optimizer, model, step
                 _recorder(optimizer).close()
                 complaint = "evaluations are missing"
-            self.tell({"event": "note", "run": self.run.id, "text": f"{self.run.title} starts over: {complaint}"})
+            self._tell("note", text=f"{self.run.title} starts over: {complaint}")
         for file in self.ledger.parent.glob(f"{self.run.id}.l*"):  # the ledger, its states, the evaluations
             file.unlink()
         torch.manual_seed(self.run.seed)
