@@ -141,7 +141,7 @@ def recording(folder: Path, steps: int, rounds: int) -> list[dict]:
     images = digits()
     model, x, y = (
         networks.build("cnn", images),
-        networks.prepare("cnn", images, images.train_x[:64]),
+        networks.as_input("cnn", images, images.train_x[:64]),
         images.train_y[:64],
     )
     policies = {"timed (default)": "timed", "every step": 1, "every 100 steps": 100, "never": "never"}

@@ -22,7 +22,11 @@ def command(spec, out):
     """The comparison as a process, its events line by line."""
     arguments = ["compare", str(spec), "--out", str(out), "--json", "--workers", "2", "--threads", "1"]
     return subprocess.Popen(
-        [sys.executable, "-m", "forwardtune", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "forwardtune", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -53,8 +57,10 @@ def test_killed_at_random_moments(tmp_path):
         if kind == "worker":
             victims = workers_of(process)
             os.kill(draw.choice(victims), signal.SIGKILL) if victims else process.kill()
+        elif kind == "kill":
+            process.kill()
         else:
-            process.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGINT)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         _, err = process.communicate(timeout=60)
         if process.returncode == 0:
             break

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from forwardtune.experiments.comparison import Machine, check_finished, compare
 from forwardtune.experiments.plan import plan
 from forwardtune.experiments.runner import batch_numbers, execute, rate
 from forwardtune.experiments.store import Store
-from forwardtune.experiments.workloads import Sources, prepare
+from forwardtune.experiments.workloads import Sources, digest, prepare
 
 
 def test_a_run_is_the_plain_loop(tmp_path):
@@ -23,7 +25,7 @@ def test_a_run_is_the_plain_loop(tmp_path):
     run, store = plan(parse())[1], Store(tmp_path / "store")
     result = execute(run, store, Sources())
     task = prepare(run.workload, Sources(), "cpu")
-    model = task.start(store.bases / f"{result['base']}.safetensors")
+    model = task.start(store.bases / f"{result['base']['id']}.safetensors")
     optimizer = ft.VS2P(model.named_parameters(), lr=4.0, rho=1e-3, seed=0, distribution="normal")
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: (1 + math.cos(math.pi * (k / 30))) / 2)
     losses, steps = [], []
@@ -42,7 +44,7 @@ def test_a_run_is_the_plain_loop(tmp_path):
     assert result["trace"]["sigma"] == [step.sigma for step in steps]
     assert result["trace"]["alpha"] == [abs(step.t) for step in steps]
     assert result["trace"]["loss"] == [step.loss for step in steps]
-    tuned = ft.replay(task.start(store.bases / f"{result['base']}.safetensors"), store.runs / f"{run.id}.ledger")
+    tuned = ft.replay(task.start(store.bases / f"{result['base']['id']}.safetensors"), store.runs / f"{run.id}.ledger")
     assert all(torch.equal(a, b) for a, b in zip(tuned.parameters(), model.parameters(), strict=True))
 
 
@@ -130,22 +132,27 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, moment, monkeypatch):
     assert outcomes(tmp_path / "stopped") == outcomes(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("damage", ["ledger", "looks", "torn"])
-def test_a_run_whose_files_were_damaged_starts_over_and_says_so(tmp_path, damage):
-    run, store = plan(parse())[0], Store(tmp_path / "store")
-    looks = []
+def stopped(run, store, looks=3):
+    """A run that was stopped after some looks."""
+    seen = []
 
     def stop(event):
-        looks.append(event["event"] == "look")
-        if sum(looks) == 3:
+        seen.append(event["event"] == "look")
+        if sum(seen) == looks:
             raise StopError
 
     with pytest.raises(StopError):
         execute(run, store, Sources(), tell=stop)
-    file = store.runs / f"{run.id}.{'ledger' if damage == 'ledger' else 'looks'}"
+
+
+@pytest.mark.parametrize("damage", ["step", "looks", "torn"])
+def test_a_run_whose_files_were_damaged_starts_over_and_says_so(tmp_path, damage):
+    run, store = plan(parse())[0], Store(tmp_path / "store")
+    stopped(run, store)
+    file = store.runs / f"{run.id}.{'ledger' if damage == 'step' else 'looks'}"
     content = file.read_bytes()
-    if damage == "ledger":
-        file.write_bytes(content[:300] + b"damage" + content[306:])
+    if damage == "step":
+        file.write_bytes(content[:-300] + b"damage" + content[-294:])
     elif damage == "looks":
         file.write_bytes(b"")
     else:  # killed while writing a line: that is no damage
@@ -154,8 +161,110 @@ def test_a_run_whose_files_were_damaged_starts_over_and_says_so(tmp_path, damage
     execute(run, store, Sources(), tell=lambda e: notes.append(e["text"]) if e["event"] == "note" else None)
     assert len(notes) == (damage != "torn")
     assert all("VS2P lr 1 seed 0 starts over" in note for note in notes)
+    assert (store.runs / f"damaged.{file.name}").exists() == (damage != "torn")
     execute(run, Store(tmp_path / "whole"), Sources())
     assert outcomes(tmp_path / "store") == outcomes(tmp_path / "whole")
+
+
+def test_a_ledger_that_cannot_be_resumed_is_left_alone(tmp_path):
+    run, store = plan(parse())[0], Store(tmp_path / "store")
+    stopped(run, store)
+    file = store.runs / f"{run.id}.ledger"
+    content = file.read_bytes()
+    file.write_bytes(b"something else")
+    with pytest.raises(ExperimentError, match=r"VS2P lr 1 seed 0 cannot go on: .* To make it anew, move .*ledger away"):
+        execute(run, store, Sources())
+    assert file.read_bytes() == b"something else"
+    file.write_bytes(content)
+    execute(run, store, Sources())
+
+
+class Tricky(torch.nn.Module):
+    """A network whose steps leave behind random numbers and running statistics."""
+
+    def __init__(self, channels, size, classes):
+        super().__init__()
+        self.body = torch.nn.Sequential(
+            torch.nn.Flatten(),
+            torch.nn.Linear(channels * size * size, 16),
+            torch.nn.BatchNorm1d(16),
+            torch.nn.Dropout(0.5),
+        )
+        self.head = torch.nn.Linear(16, classes)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+@pytest.mark.parametrize("query", [1, 2, 3, 4, 17, 18, 60])
+def test_killed_in_the_middle_of_a_step(tmp_path, monkeypatch, query):
+    """Dropout and BatchNorm go on as if the process had not been killed, also in the first step."""
+    monkeypatch.setattr("forwardtune.experiments.workloads.networks.cnn", Tricky)
+    run = plan(parse())[0]
+    execute(run, Store(tmp_path / "whole"), Sources())
+    store = Store(tmp_path / "killed")
+    child = os.fork()
+    if child == 0:  # pragma: no cover
+        task = prepare(run.workload, Sources(), "cpu")
+        calls, real = iter(range(1, 1000)), task.loss
+        task.loss = lambda *a: os._exit(9) if next(calls) == query else real(*a)
+        execute(run, store, Sources())
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    execute(run, store, Sources())
+    assert outcomes(tmp_path / "killed") == outcomes(tmp_path / "whole")
+
+
+def test_a_run_does_not_go_on_with_other_data(tmp_path, monkeypatch):
+    run, store = plan(parse())[0], Store(tmp_path / "store")
+    stopped(run, store)
+    images = Sources().images("digits")
+    other = replace(images, train_y=images.train_y.flip(0))
+    monkeypatch.setattr(Sources, "images", lambda self, name: other)
+    prepare.cache_clear()
+    try:
+        with pytest.raises(ExperimentError, match="was begun on other data or weights"):
+            execute(run, store, Sources())
+    finally:
+        prepare.cache_clear()
+    assert store.result(run.id) is None
+
+
+def test_a_base_that_is_not_whole_is_made_again(tmp_path):
+    run, store = plan(parse())[0], Store(tmp_path / "store")
+    first = execute(run, store, Sources())
+    (file,) = store.bases.iterdir()
+    content = file.read_bytes()
+    file.write_bytes(content[:1000])
+    (store.runs / f"{run.id}.json").unlink()
+    for left in store.runs.glob(f"{run.id}.*"):
+        left.unlink()
+    again = execute(run, store, Sources())
+    assert file.read_bytes() == content
+    assert again["curve"] == first["curve"]
+
+
+def test_a_checkpoint_that_was_replaced_is_another_base(tmp_path):
+    """Also one of the same name and size."""
+    from safetensors.torch import save_file
+
+    from forwardtune.experiments.workloads import networks
+
+    text = TEXT.replace('"random"', '"base.safetensors"').replace("[0, 1]", "[0]").replace("[1, 4]", "[1]")
+    sources, store = Sources(None, tmp_path), Store(tmp_path / "store")
+    bases = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        save_file(networks.build("cnn", sources.images("digits")).state_dict(), tmp_path / "base.safetensors")
+        digest.cache_clear()
+        prepare.cache_clear()
+        bases.append(prepare(parse(text).workloads[0], sources, "cpu").base_id)
+        if seed == 1:
+            for run in plan(parse(text)):
+                execute(run, store, sources)
+    assert bases[0] != bases[1]
+    with pytest.raises(ExperimentError, match="made on other data or from other weights"):
+        compare(parse(text), store, sources, Machine())
 
 
 def test_global_random_numbers_are_left_alone(tmp_path):
@@ -193,6 +302,18 @@ def test_a_folder_that_is_something_else(tmp_path):
         Store(Path("/proc/nowhere"))
 
 
+def test_a_store_whose_making_was_interrupted(tmp_path):
+    folder = tmp_path / "store"
+    folder.mkdir()
+    (folder / ".store.json.new").write_text('{"sch')
+    Store(folder)
+    assert (folder / "runs").is_dir()
+    (folder / "runs").rmdir()
+    (folder / "bases").rmdir()
+    Store(folder)
+    assert (folder / "bases").is_dir()
+
+
 def test_two_comparisons_on_one_store(tmp_path):
     store = Store(tmp_path / "store")
     with store.lock(), pytest.raises(ExperimentError, match=r"another process is writing to .*--out"):
@@ -203,8 +324,9 @@ def test_other_data_of_the_same_name_is_refused(tmp_path):
     spec, store = finished(tmp_path / "store", TEXT.replace("[0, 1]", "[0]"))
     run = plan(spec)[0]
     result = store.result(run.id)
-    stores.write(store.runs / f"{run.id}.json", {**result, "data": {**result["data"], "digest": "0", "train": 999}})
-    with pytest.raises(ExperimentError, match=r"made on other data called digits \(999 training .*here 1,400"):
+    other = {"base": {"id": "0", "digest": "0"}, "data": {**result["data"], "train": 999}}
+    stores.write(store.runs / f"{run.id}.json", {**result, **other})
+    with pytest.raises(ExperimentError, match=r"made on other data .* \(there 999 training .*here 1,400"):
         check_finished([run], store, Sources(), Machine())
 
 

@@ -9,8 +9,8 @@ from test_spec import TEXT
 
 from forwardtune.experiments import scoring, summary
 from forwardtune.experiments import spec as specs
+from forwardtune.experiments.intervals import Interval, bootstrap_mean, paired, resamples, student
 from forwardtune.experiments.scoring import MethodScore, RateScore, WorkloadScore
-from forwardtune.experiments.statistics import Interval, bootstrap_mean, paired, resamples, student
 
 SPEC = specs.parse(TEXT, "test", Path())
 VS2P, STP = SPEC.methods
@@ -33,8 +33,10 @@ def method(rates, kind=VS2P):
     return MethodScore(kind, tuple(RateScore(lr, tuple(results)) for lr, results in rates.items()))
 
 
-def test_losses_are_smoothed_over_three_looks():
-    assert scoring.smoothed(result([6.0, 3.0, 0.0, 3.0])) == [6.0, 4.5, 3.0, 2.0]
+def test_losses_are_smoothed_over_a_tenth_of_the_looks_and_never_with_the_start():
+    assert scoring.smoothed(result([6.0, 3.0, 0.0, 3.0])) == [6.0, 3.0, 0.0, 3.0]  # three looks: each for itself
+    curve = [100.0, *map(float, range(20))]  # twenty looks: two at a time
+    assert scoring.smoothed(result(curve)) == [100.0, 0.0, *(i + 0.5 for i in range(19))]
     assert scoring.smoothed(result([6.0, None])) == [6.0, math.inf]
 
 
@@ -81,40 +83,40 @@ def test_accuracy_is_mean_and_sample_deviation():
 
 
 def test_acceleration_by_hand():
-    """The other ends, smoothed, at (3 + 2 + 1)/3 = 2; ours is at or below 2 at 20 queries for the first time."""
-    other = method({1.0: [result([9.0, 3.0, 2.0, 1.0])]})
-    ours = method({1.0: [result([3.0, 2.0, 1.0, 0.0])]})  # smoothed 3, 2.5, 2, 1
+    """The other ends at 2 after 40 queries; ours is at or below 2 at 20 queries for the first time."""
+    other = method({1.0: [result([9.0, 3.0, 2.5, 1.5, 2.0])]})
+    ours = method({1.0: [result([9.0, 2.5, 2.0, 2.2, 0.0])]})
     found = scoring.acceleration(ours, other)
-    assert (found.ratio, found.reason, found.interval) == (30 / 20, "", None)
+    assert (found.ratio, found.reason, found.interval) == (40 / 20, "", None)
 
 
 def test_acceleration_is_of_the_mean_over_seeds():
     other = method({1.0: [result([9.0, 2.0, 2.0, 2.0]), result([9.0, 4.0, 4.0, 4.0])]})  # ends at a mean of 3
-    ours = method({1.0: [result([5.0, 1.0, 1.0, 1.0]), result([9.0, 9.0, 3.0, 3.0])]})  # 7, 6, 14/3 = 4.67, 3
+    ours = method({1.0: [result([5.0, 1.0, 1.0, 1.0]), result([9.0, 9.0, 7.0, 5.0])]})  # 7, 5, 4, 3
     found = scoring.acceleration(ours, other)
     assert found.ratio == 1.0
-    # the first seed twice: 5, 3, 2.33, 1 is below 2 at 30 queries; the second twice: 9, 9, 7, 5 never is below 4
-    assert found.interval == (None, 1.0)
+    # the first seed twice: 2 is reached at 10 of 30 queries; the second twice: 4 is never reached
+    assert found.interval == (0.0, 3.0)
 
 
-def test_acceleration_is_not_available():
-    ends_at_two = method({1.0: [flat(2.0)]})
-    assert scoring.acceleration(method({1.0: [flat(3.0)]}), ends_at_two).ratio is None
-    assert "not reached" in scoring.acceleration(method({1.0: [flat(3.0)]}), ends_at_two).reason
-    gone = method({1.0: [flat(2.0, diverged=True)]})
-    assert "other method diverged" in scoring.acceleration(ends_at_two, gone).reason
-    assert "of the method diverged" in scoring.acceleration(gone, ends_at_two).reason
-    worse = method({1.0: [result([1.0, 20.0, 20.0, 20.0])]})
-    assert "no lower than both began" in scoring.acceleration(method({1.0: [flat(2.0)]}), worse).reason
+def test_acceleration_where_one_of_them_fails():
+    ends_at_two = method({1.0: [flat(2.0), flat(2.0)]})
+    never = scoring.acceleration(method({1.0: [flat(3.0), flat(3.0)]}), ends_at_two)
+    assert (never.ratio, never.interval) == (0.0, (0.0, 0.0))
+    assert "not reached" in never.reason
+    gone = method({1.0: [flat(2.0, diverged=True), flat(2.0)]})
+    assert scoring.acceleration(gone, ends_at_two).ratio == 0.0
+    over = scoring.acceleration(ends_at_two, gone)
+    assert (over.ratio, over.interval) == (math.inf, (1.0 * 3, math.inf))  # 2 is reached at the first of three looks
+    worse = method({1.0: [result([1.0, 20.0, 20.0, 20.0])] * 2})  # the other got nowhere: the first look is enough
+    assert scoring.acceleration(ends_at_two, worse).ratio == 3.0
     assert scoring.acceleration(method({1.0: [None]}), ends_at_two).reason == "runs are missing"
-    for other in (gone, worse, method({1.0: [None]})):
-        assert scoring.acceleration(ends_at_two, other).ratio is None
 
 
 def test_stp_is_compared_at_equal_queries():
     """Its looks are at other queries than those of a two-point method, and the budget is counted in queries."""
     stp = method({1e-3: [result([9.0, 6.0, 6.0, 6.0], queries=[0, 21, 39, 60])]}, STP)
-    vs2p = method({1.0: [result([9.0, 6.0, 3.0, 3.0], queries=[0, 20, 40, 60])]})
+    vs2p = method({1.0: [result([9.0, 7.0, 3.0, 3.0], queries=[0, 20, 40, 60])]})
     assert scoring.acceleration(vs2p, stp).ratio == 60 / 40
     assert stp.method.title == "STP\N{PRIME}"
     assert specs.steps(SPEC.workloads[0], STP, 60) == 20

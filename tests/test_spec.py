@@ -97,6 +97,10 @@ def test_a_workload_may_have_its_own_budget():
     assert (spec.workloads[0].queries, spec.workloads[0].epochs, spec.workloads[0].batch) == (None, 2, 4)
 
 
+def test_rates_are_not_tried_out():
+    assert parse(TEXT.replace("[1e-3]", "[1e9]")).methods[1].queries_per_step == 3
+
+
 S2P = "method = 'S2P'\nlr = [1]\nstep_size = 1\nalpha0 = 1.0"
 
 
@@ -138,6 +142,10 @@ def test_all_methods_can_be_compared():
         ("[1e-3]", "[1, 1]", "lr must list different rates above zero"),
         ("lr = [1e-3]", "", "the method 'STP' has no 'lr'"),
         ("STP", "VS2P", "two methods are called 'VS2P'; give each a label of its own"),
+        ('network = "cnn"', 'network = "cnn"\nname = "a/b"', "name must be text without any of"),
+        ('network = "cnn"', 'network = "resnet18"\nbatch = 1', "resnet18 normalises over the batch"),
+        ('"STP"', '"STP"\nlabel = "a|b"', "label must be text without any of"),
+        ("[1e-3]", f"[1{'0' * 400}]", "lr must be a number"),
         ('weights = "random"', "weights = 'random'\npretrain = {data = 'digits'}", "pretrain has no 'steps'; give it"),
         ('title = "a test"', 'title = "a test', "the spec 'test' is not TOML: .*line 2"),
         ("batch = 8", "batch = 8\ndistribution = 'gauss'", "the method 'VS2P': .*gauss"),

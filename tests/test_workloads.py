@@ -11,11 +11,12 @@ from comparisons import DATA, needs_data, parse
 from safetensors.torch import load_file, save_file
 
 from forwardtune.errors import ExperimentError
+from forwardtune.experiments.comparison import Machine, compare
 from forwardtune.experiments.plan import plan
 from forwardtune.experiments.runner import base_of, execute
 from forwardtune.experiments.store import Store
 from forwardtune.experiments.workloads import Sources, networks, prepare
-from forwardtune.experiments.workloads.data import cifar10, digits, mnist
+from forwardtune.experiments.workloads.data import cifar10, digits, load, mnist
 from forwardtune.experiments.workloads.vision import torchvision
 
 NETWORKS = ("densenet121", "resnet18", "vgg11", "vit_b_16")
@@ -107,6 +108,27 @@ def test_cifar_is_read_from_either_layout(tmp_path):
     assert one.train_x.shape == (8, 3, 32, 32)
     assert torch.equal(one.train_x[4, 2, 31], torch.tensor(batches["data_batch_3"][0, -32:]))
     assert one.note.startswith("3 of CIFAR-10's 5 training batches are not in")
+
+
+def test_what_is_missing_is_downloaded_and_nothing_else(tmp_path, monkeypatch):
+    """The layout with more batches is read, also when a download has added it."""
+    asked = []
+
+    def fetch(name, folder):
+        asked.append(name)
+        (folder / "cifar-10-batches-py").mkdir()
+        content = pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [0, 1]}, protocol=2)
+        for part in ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"):
+            (folder / "cifar-10-batches-py" / part).write_bytes(content)
+
+    monkeypatch.setattr("forwardtune.experiments.workloads.data._download", fetch)
+    (tmp_path / "cifar-10-batches-bin").mkdir()
+    for part in ("data_batch_1", "test_batch"):
+        (tmp_path / "cifar-10-batches-bin" / f"{part}.bin").write_bytes(bytes(3073))
+    assert len(load("cifar10", tmp_path).train_y) == 1
+    assert len(load("cifar10", tmp_path, download=True).train_y) == 10
+    assert len(load("cifar10", tmp_path, download=True).train_y) == 10
+    assert asked == ["cifar10"]
 
 
 def test_a_batch_that_is_no_data_is_refused_and_not_run(tmp_path):
@@ -219,15 +241,14 @@ def test_an_old_checkpoint_of_densenet():
     weights = random_weights("densenet121")
     old = {name.replace("norm1.", "norm.1.").replace("conv2.", "conv.2."): tensor for name, tensor in weights.items()}
     assert old.keys() != weights.keys()
-    networks.fit(model, "densenet121", old, "old")
+    found = networks.body(model, "densenet121", old, "old")
     name = "features.denseblock1.denselayer2.conv2.weight"
-    assert torch.equal(model.state_dict()[name], weights[name])
+    assert torch.equal(found[name], weights[name])
 
 
 def test_checkpoints_for_another_architecture_are_refused(tmp_path):
     images = digits()
     model = networks.build("resnet18", images)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     weights = random_weights("resnet18")
     cases = {
         "it lacks 'layer1.0.conv1.weight'": {k: v for k, v in weights.items() if k != "layer1.0.conv1.weight"},
@@ -236,8 +257,10 @@ def test_checkpoints_for_another_architecture_are_refused(tmp_path):
     }
     for complaint, wrong in cases.items():
         with pytest.raises(ExperimentError, match=f"mine is a checkpoint for another architecture.*{complaint}"):
-            networks.fit(model, "resnet18", wrong, "mine")
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+            networks.body(model, "resnet18", wrong, "mine")
+    vit = {**random_weights("vit_b_16"), "encoder.pos_embedding": torch.zeros(1, 12, 768)}
+    with pytest.raises(ExperimentError, match="mine is a checkpoint for another architecture than vit_b_16"):
+        networks.body(model, "vit_b_16", vit, "mine")
     torch.save([1, 2], tmp_path / "list.pth")
     with pytest.raises(ExperimentError, match="does not hold a state dict"):
         networks.read_weights(tmp_path / "list.pth")
@@ -252,7 +275,8 @@ def test_checkpoints_for_another_architecture_are_refused(tmp_path):
 def test_torchvisions_weights_are_asked_for_by_name_only(tmp_path):
     spec = parse(text_for("resnet18", "torchvision"))
     with pytest.raises(ExperimentError, match="fetched from the internet; allow it with --download"):
-        base_of(prepare(spec.workloads[0], Sources(), "cpu"), Store(tmp_path / "store"))
+        compare(spec, Store(tmp_path / "store"), Sources(), Machine())
+    assert not (tmp_path / "store" / "spec.toml").exists()  # noticed before anything was done
 
 
 @needs_data

@@ -70,9 +70,10 @@ def compare(
         reports.check_installed()
     store, sources = Store(out or _default_folder(chosen, preset)), Sources(data, chosen.folder, download)
     listener = _listener(quiet, json)
-    board = TensorBoard(store.folder / "tensorboard", listener) if tensorboard else listener
+    if tensorboard:
+        listener = TensorBoard(store.folder / "tensorboard", listener)
     with _interruptible(), listener:
-        compare_all(chosen, store, sources, Machine.choose(device, workers, threads), board)
+        compare_all(chosen, store, sources, Machine.choose(device, workers, threads), listener)
     scores = score(chosen, store)
     page = None if no_report else reports.write(scores, store.folder)
     _tell_outcome(scores, page, store, quiet=quiet, as_json=json)
@@ -83,7 +84,7 @@ def run(
     spec: SpecFile = None,
     preset: Preset = None,
     lr: Annotated[float | None, typer.Option(help="Any rate.", show_default="the first of its grid")] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     workload: Annotated[str | None, typer.Option(help="By its name.", show_default="the first")] = None,
     out: Out = None,
     data: Data = None,
@@ -107,10 +108,11 @@ def run(
 
     torch.set_num_threads(machine.threads)
     listener = _listener(quiet, json)
-    board = TensorBoard(store.folder / "tensorboard", listener) if tensorboard else listener
+    if tensorboard:
+        listener = TensorBoard(store.folder / "tensorboard", listener)
     with _interruptible(), store.lock(), listener:
         check_finished([one], store, sources, machine)
-        result = execute(one, store, sources, device=machine.device, tell=board)
+        result = execute(one, store, sources, device=machine.device, tell=listener)
     if not json:
         final = result["final"]
         loss = "not finite" if final["train_loss"] is None else number(final["train_loss"])

@@ -35,6 +35,6 @@ def version(show: bool = typer.Option(False, "--version", help="Show the version
 def main() -> None:
     try:
         app()
-    except ForwardTuneError as error:
+    except (ForwardTuneError, OSError) as error:
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", style="red", markup=False)
         sys.exit(1)

@@ -8,7 +8,7 @@ import forwardtune
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments import spec as specs
 from forwardtune.experiments.spec import Spec
-from forwardtune.experiments.tables import nearest
+from forwardtune.experiments.toml_tables import nearest
 
 HOME = Path(forwardtune.__file__).parent
 FOLDERS = (HOME / "experiments" / "presets", HOME / "reproduction" / "specs")

@@ -155,6 +155,17 @@ class TensorBoard(Listener):
         self.folder, self.then, self.make = folder, then, SummaryWriter
         self.writers: dict[str, Any] = {}
 
+    def __enter__(self) -> TensorBoard:
+        self.then.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for writer in self.writers.values():
+            writer.close()
+        self.then.__exit__(kind, error, trace)
+
     def __call__(self, event: Event) -> None:
         self.then(event)
         if event["event"] == "start":

@@ -6,14 +6,16 @@ A worker that dies takes nothing with it, since its run is in the ledger. They e
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -54,19 +56,22 @@ def compare(spec: Spec, store: Store, sources: Sources, machine: Machine, tell: 
     """
     with store.lock():
         runs = plan(spec)
-        queries = {run.id: _queries(run, sources, machine) for run in runs}  # also: what is missing is noticed now
-        open_runs = check_finished(runs, store, sources, machine)
+        queries = {run.id: _queries(run, sources, machine) for run in runs}
+        left = check_finished(runs, store, sources, machine)
+        workloads = list(dict.fromkeys(run.workload for run in left))
+        for workload in workloads:  # what is missing is noticed before anything is done
+            prepare(workload, sources, machine.device).check()
         write_text(store.spec_file, spec.text)
-        counts = {"runs": len(runs), "finished": len(runs) - len(open_runs)}
-        tell({"event": "plan", "spec": spec.name, **counts, "queries": sum(queries[run.id] for run in open_runs)})
+        counts = {"runs": len(runs), "finished": len(runs) - len(left)}
+        tell({"event": "plan", "spec": spec.name, **counts, "queries": sum(queries[run.id] for run in left)})
         threads = torch.get_num_threads()
         torch.set_num_threads(machine.workers * machine.threads)
-        for workload in dict.fromkeys(run.workload for run in open_runs):
+        for workload in workloads:
             tell({"event": "base", "workload": workload.name, "weights": workload.weights})
             base_of(prepare(workload, sources, machine.device), store)
         torch.set_num_threads(threads)
-        if open_runs:
-            _Crew(store, sources, machine, tell).work(open_runs)
+        if left:
+            _Crew(store, sources, machine, tell).work(left)
 
 
 def _queries(run: Run, sources: Sources, machine: Machine) -> int:
@@ -76,20 +81,21 @@ def _queries(run: Run, sources: Sources, machine: Machine) -> int:
 
 
 def check_finished(runs: Sequence[Run], store: Store, sources: Sources, machine: Machine) -> list[Run]:
-    """The runs that are left; those that are done must have been made on the same data."""
+    """The runs that are left; those that are done must have been made on the same data and from the same weights."""
     left = []
     for run in runs:
         result = store.result(run.id)
         if result is None:
             left.append(run)
             continue
-        here = prepare(run.workload, sources, machine.device).data
-        if result["data"]["digest"] != here["digest"]:
-            there = result["data"]
+        task = prepare(run.workload, sources, machine.device)
+        if result["base"]["id"] != task.base_id:
+            there, here = (
+                "{train:,} training and {test:,} test examples".format(**d) for d in (result["data"], task.data)
+            )
             raise ExperimentError(
-                f"runs in {store.folder} were made on other data called {here['name']} ({there['train']:,} training "
-                f"and {there['test']:,} test examples, here {here['train']:,} and {here['test']:,}); choose another "
-                "folder"
+                f"runs of {run.workload.name} in {store.folder} were made on other data or from other weights (there "
+                f"{there}, here {here}); use those, or choose another folder with --out"
             )
     return left
 
@@ -106,49 +112,72 @@ class _Crew:
     def work(self, runs: Sequence[Run]) -> None:
         waiting = list(reversed(runs))
         try:
-            for _ in range(min(self.machine.workers, len(runs))):
-                ours, theirs = self.context.Pipe()
-                process = self.context.Process(target=_serve, args=(theirs, *self.settings), daemon=True)
-                process.start()
-                theirs.close()
-                self.workers[ours] = process
-                ours.send(waiting.pop())
+            with _interrupts_ignored():  # by the workers, from their first moment: Ctrl-C is for this process
+                for _ in range(min(self.machine.workers, len(runs))):
+                    ours, theirs = self.context.Pipe()
+                    process = self.context.Process(target=_serve, args=(theirs, *self.settings), daemon=True)
+                    process.start()
+                    theirs.close()
+                    self.workers[ours] = process
+            for pipe in list(self.workers):
+                self._send(pipe, waiting)
             while self.workers:
-                for pipe in connection.wait(list(self.workers)):
-                    assert isinstance(pipe, Connection)
-                    self._hear(pipe, waiting)
+                for ready in connection.wait(list(self.workers)):
+                    assert isinstance(ready, Connection)
+                    self._hear(ready, waiting)
         finally:
             for worker in self.workers.values():
                 worker.kill()
             for worker in self.workers.values():
                 worker.join()
 
+    def _send(self, pipe: Connection, waiting: list[Run]) -> None:
+        """The next run to a worker; if there is none it can go."""
+        if not waiting:
+            worker = self.workers.pop(pipe)
+            worker.kill()
+            worker.join()
+            return
+        try:
+            pipe.send(waiting.pop())
+        except OSError:
+            self._mourn(pipe)
+
     def _hear(self, pipe: Connection, waiting: list[Run]) -> None:
         try:
             event: Event = pipe.recv()
-        except EOFError:
-            code = self.workers.pop(pipe).exitcode
-            raise ExperimentError(
-                f"a worker process died (exit code {code}; -9 is often a lack of memory); the same command goes on "
-                "where it stopped, with less memory if --workers 1 is added"
-            ) from None
+        except (EOFError, OSError):
+            self._mourn(pipe)
         if event["event"] == "failed":
             raise ExperimentError(event["text"])
         self.tell(event)
         if event["event"] == "done":
-            if waiting:
-                pipe.send(waiting.pop())
-            else:
-                done = self.workers.pop(pipe)
-                done.kill()
-                done.join()
+            self._send(pipe, waiting)
+
+    def _mourn(self, pipe: Connection) -> NoReturn:
+        worker = self.workers.pop(pipe)
+        worker.join(5)
+        raise ExperimentError(
+            f"a worker process died (exit code {worker.exitcode}; -9 is often a lack of memory); the same command goes "
+            "on where it stopped, with less memory if --workers 1 is added"
+        ) from None
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _serve(pipe: Connection, folder: Any, sources: Sources, machine: Machine) -> None:
     """A worker: makes the runs that it is sent."""
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(machine.threads)
     store = Store(folder)

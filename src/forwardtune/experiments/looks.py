@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from forwardtune.errors import ExperimentError
 from forwardtune.experiments.store import write_text
 from forwardtune.experiments.workloads import Evaluation
 
@@ -20,22 +21,25 @@ class Looks:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.at: dict[int, Look] = {}
-        self.sessions: list[str] = []
+        self.sessions: list[Look] = []
 
-    def begin(self, step: int) -> None:
-        """A process takes up the run at a step."""
-        for line in self.file.read_text("utf-8").splitlines() if self.file.exists() else ():
+    def begin(self, step: int, base: str) -> None:
+        """A process takes up the run at a step, from the base that it began with."""
+        for line in self.file.read_text("utf-8", "replace").splitlines() if self.file.exists() else ():
             try:
                 entry = json.loads(line)
-            except ValueError:  # the last line, which was being written
+                if "session" in entry:
+                    self.sessions.append(entry)
+                elif entry["step"] <= step:
+                    self.at[entry["step"]] = entry
+            except (ValueError, TypeError, KeyError):  # the last line, which was being written
                 break
-            if "session" in entry:
-                self.sessions.append(entry["session"])
-            elif entry["step"] <= step:
-                self.at[entry["step"]] = entry
-        self.sessions.append(datetime.now(UTC).isoformat(timespec="seconds"))
-        entries = [{"session": session} for session in self.sessions] + list(self.at.values())
-        write_text(self.file, "".join(json.dumps(entry) + "\n" for entry in entries))
+        if self.sessions and self.sessions[0]["base"] != base:
+            raise ExperimentError(
+                f"the run of {self.file} was begun on other data or weights; go on with those, or choose another folder"
+            )
+        self.sessions.append({"session": datetime.now(UTC).isoformat(timespec="seconds"), "base": base})
+        write_text(self.file, "".join(json.dumps(entry) + "\n" for entry in [*self.sessions, *self.at.values()]))
 
     @property
     def seconds(self) -> float:
@@ -45,8 +49,11 @@ class Looks:
     def add(self, step: int, queries: int, seconds: float, evaluation: Evaluation) -> Look:
         found = {name: value if math.isfinite(value) else None for name, value in evaluation._asdict().items()}
         look: Look = {"step": step, "queries": queries, "seconds": seconds, **found}
-        with open(self.file, "a", encoding="utf-8") as file:
-            file.write(json.dumps(look) + "\n")
+        try:
+            with open(self.file, "a", encoding="utf-8") as file:
+                file.write(json.dumps(look) + "\n")
+        except OSError as error:
+            raise ExperimentError(f"{self.file} cannot be written ({error}); make room and go on") from None
         self.at[step] = look
         return look
 

@@ -24,7 +24,7 @@ def code() -> dict[str, Any]:
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
-    changes = _git("status", "--porcelain", "--untracked-files=no")
+    changes = _git("status", "--porcelain", "--", str(Path(__file__).parents[1]))
     return {
         "versions": versions,
         "commit": _git("rev-parse", "HEAD"),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from forwardtune import ledger as ledgers
@@ -25,8 +26,7 @@ from forwardtune.experiments.looks import Looks
 from forwardtune.experiments.plan import Run
 from forwardtune.experiments.spec import steps
 from forwardtune.experiments.store import Store
-from forwardtune.experiments.workloads import Evaluation, Sources, Task, prepare
-from forwardtune.ledger.store import is_locked
+from forwardtune.experiments.workloads import Evaluation, Sources, Task, digest, prepare
 from forwardtune.optimizer import LineSearch
 
 Event = dict[str, Any]
@@ -54,9 +54,12 @@ def execute(run: Run, store: Store, sources: Sources, *, device: str = "cpu", te
 
 
 def base_of(task: Task, store: Store) -> Path:
-    """The file of base weights, made if it is not there."""
+    """The file of base weights, made if it is not there, or not whole."""
     file = store.bases / f"{task.base_id}.safetensors"
-    if not file.exists():
+    try:
+        with safe_open(file, "pt"):
+            return file
+    except (OSError, SafetensorError):
         task.make_base(file)
     return file
 
@@ -93,9 +96,11 @@ class _Progress:
         self.steps = steps(run.workload, run.method, task.queries)
         self.ledger = store.runs / f"{run.id}.ledger"
         self.base = base_of(task, store)
+        self.looks = Looks(store.runs / f"{run.id}.looks")
         evaluations = run.workload.evaluations
         self.due = {round(i * self.steps / evaluations) for i in range(evaluations + 1)}
         provenance.forget_peak(task.device)
+        provenance.code()  # what runs now, whatever becomes of the files
 
     def finish(self) -> Event:
         optimizer, model, step = self._begin()
@@ -111,8 +116,9 @@ class _Progress:
         while True:
             reason = self._too_many_nonfinite(optimizer)
             if (step in self.due or reason) and step not in self.looks.at:
+                found = self.task.evaluate(model)
                 seconds = time.perf_counter() - start
-                self._tell("look", **self.looks.add(step, optimizer.queries, seconds, self.task.evaluate(model)))
+                self._tell("look", **self.looks.add(step, optimizer.queries, seconds, found))
             reason = reason or self._diverged()
             if step == self.steps or reason:
                 return reason
@@ -130,30 +136,42 @@ class _Progress:
 
     def _begin(self) -> tuple[LineSearch, nn.Module, int]:
         """From the start, or from where an earlier process left it."""
+        torch.manual_seed(self.run.seed)  # where a run stopped in its very first step, nothing else sets the generator
         if self.ledger.exists():
-            if is_locked(self.ledger):
-                raise ExperimentError(f"another process is at work on {self.ledger}; wait until it has ended")
             model = self.task.start(self.base)
             try:
                 optimizer, step = ledgers.resume(model, self.ledger)
             except LedgerError as error:
                 complaint = str(error)
+                if not self._is_damaged():
+                    raise ExperimentError(
+                        f"{self.run.title} cannot go on: {complaint}. To make it anew, move {self.ledger} away"
+                    ) from None
             else:
-                self.looks = Looks(self.ledger.with_suffix(".looks"))
-                self.looks.begin(step)
+                self.looks.begin(step, self.task.base_id)
                 if all(due in self.looks.at for due in self.due if due < step):
                     return optimizer, model, step
                 _recorder(optimizer).close()
                 complaint = "evaluations are missing"
             self._tell("note", text=f"{self.run.title} starts over: {complaint}")
+            self._set_aside()
+        self.looks = Looks(self.looks.file)
+        self.looks.file.unlink(missing_ok=True)
+        self.looks.begin(0, self.task.base_id)
+        model = self.task.start(self.base)
+        return self._optimizer(model, recorder=ledgers.Ledger(self.ledger, model)), model, 0
+
+    def _is_damaged(self) -> bool:
+        """Whether a crash of the machine has left a ledger of which only a part is sound."""
+        try:
+            run = ledgers.read(self.ledger)
+        except LedgerError:
+            return False
+        return bool(run.damage) or run.state_end < run.end
+
+    def _set_aside(self) -> None:
         for file in self.ledger.parent.glob(f"{self.run.id}.l*"):  # the ledger, its states, the evaluations
-            file.unlink()
-        torch.manual_seed(self.run.seed)
-        model, ledger = self.task.start(self.base), self.ledger
-        optimizer = self._optimizer(model, recorder=ledgers.Ledger(ledger, model))
-        self.looks = Looks(ledger.with_suffix(".looks"))
-        self.looks.begin(0)
-        return optimizer, model, 0
+            file.rename(file.with_name(f"damaged.{file.name}"))
 
     def _optimizer(self, model: nn.Module, **options: Any) -> LineSearch:
         return self.run.method.optimizer(model.named_parameters(), self.run.lr, seed=self.run.seed, **options)
@@ -197,13 +215,13 @@ class _Progress:
             "trace": self._trace(model),
             "weights": optimizer.field.dimension,
             "data": self.task.data,
-            "base": self.base.stem,
+            "base": {"id": self.base.stem, "digest": digest(self.base)},
             "code": provenance.code(),
             "device": str(device),
             "threads": torch.get_num_threads(),
             "circumstances": {
                 "host": provenance.host(),
-                "started": looks.sessions[0],
+                "started": looks.sessions[0]["session"],
                 "finished": datetime.now(UTC).isoformat(timespec="seconds"),
                 "sessions": len(looks.sessions),
                 "seconds": round(looks.seconds, 3),

@@ -1,13 +1,14 @@
 """Results as scores, by rules that are the same for every method.
 
-- The training loss of a run is that of its last looks, smoothed: the mean of the last SMOOTHING of them.
+- The training loss of a run is smoothed: the mean of its evaluations over the last tenth of the budget, at least one.
 - A run that diverged has an infinite training loss, and the accuracy of the weights at which it was given up. It is
   never left out.
 - A method's rate is the one with the lowest mean training loss over the seeds; of equals the smaller. If runs of every
   rate diverged, it is the one with the fewest of them, and of those the one with the lowest mean of the others.
 - All methods have the same budget of queries, so one that asks for three a step gets two thirds of the steps (STP').
 - The acceleration of one method over another is the other's whole budget divided by the queries after which the
-  method's loss, smoothed and averaged over seeds, first is where the other's ended; N/A if it never is there.
+  method's loss, smoothed and averaged over seeds, first is where the other's ended. It is N/A if it never is there, and
+  infinite if the other diverged. It can be no larger than the number of evaluations.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from functools import cached_property
 from statistics import fmean, stdev
 from typing import Any
 
+from forwardtune.experiments.intervals import Interval, Paired, bootstrap, bootstrap_mean, paired
 from forwardtune.experiments.plan import plan
 from forwardtune.experiments.spec import Method, Spec, Workload
-from forwardtune.experiments.statistics import Interval, Paired, bootstrap, bootstrap_mean, paired
 from forwardtune.experiments.store import Store
 
-SMOOTHING = 3
+SMOOTHING = 0.1
+"""The part of a run's evaluations that its loss is smoothed over."""
 
 Result = Mapping[str, Any]
 
@@ -108,41 +110,36 @@ def accuracy(score: MethodScore) -> Accuracy | None:
 
 @dataclass(frozen=True)
 class Acceleration:
-    """How many times fewer queries; None is N/A, with the reason."""
+    """How many times fewer queries, with the interval over seeds: zero is N/A, infinite that the other diverged."""
 
-    ratio: float | None
+    ratio: float
     reason: str = ""
-    interval: tuple[float | None, float | None] | None = None
+    interval: Interval | None = None
 
 
 def acceleration(fast: MethodScore, other: MethodScore) -> Acceleration:
     """Of a method over another, both at their best rates."""
     if fast.best is None or other.best is None:
-        return Acceleration(None, "runs are missing")
+        return Acceleration(0.0, "runs are missing")
     ours, theirs = fast.best.found, other.best.found
     ratio, reason = _ratio(ours, theirs)
-    n = min(len(ours), len(theirs))
 
     def resampled(chosen: tuple[int, ...]) -> float:
-        return _ratio([ours[i] for i in chosen], [theirs[i] for i in chosen])[0] or 0.0
+        return _ratio([ours[i] for i in chosen], [theirs[i] for i in chosen])[0]
 
-    found = bootstrap(resampled, n)
-    return Acceleration(ratio, reason, (found.low or None, found.high or None) if found else None)
+    return Acceleration(ratio, reason, bootstrap(resampled, len(ours)))
 
 
-def _ratio(ours: Sequence[Result], theirs: Sequence[Result]) -> tuple[float | None, str]:
-    if any(result["status"] == "diverged" for result in theirs):
-        return None, "a run of the other method diverged, so there is no loss to reach"
+def _ratio(ours: Sequence[Result], theirs: Sequence[Result]) -> tuple[float, str]:
     if any(result["status"] == "diverged" for result in ours):
-        return None, "a run of the method diverged"
+        return 0.0, "a run of the method diverged"
+    if any(result["status"] == "diverged" for result in theirs):
+        return math.inf, "a run of the other method diverged"
     goal, budget = mean_curve(theirs)[-1], theirs[0]["curve"]["queries"][-1]
-    way = list(zip(ours[0]["curve"]["queries"], mean_curve(ours), strict=True))
-    if way[0][1] <= goal:
-        return None, "the other method ended no lower than both began"
-    for queries, loss in way:
+    for queries, loss in list(zip(ours[0]["curve"]["queries"], mean_curve(ours), strict=True))[1:]:
         if loss <= goal:
             return budget / queries, ""
-    return None, "the other method's final loss was not reached"
+    return 0.0, "the other method's final loss was not reached"
 
 
 def mean_curve(results: Sequence[Result]) -> list[float]:
@@ -151,9 +148,10 @@ def mean_curve(results: Sequence[Result]) -> list[float]:
 
 
 def smoothed(result: Result) -> list[float]:
-    """The training loss at every look, the mean of it and the ones just before; infinite where it is not finite."""
+    """The training loss at every evaluation, the mean of it and some before, but never with the start among them."""
     losses = [math.inf if loss is None else loss for loss in result["curve"]["train_loss"]]
-    return [fmean(losses[max(0, i + 1 - SMOOTHING) : i + 1]) for i in range(len(losses))]
+    size = max(1, round(SMOOTHING * (len(losses) - 1)))
+    return losses[:1] + [fmean(losses[max(1, i + 1 - size) : i + 1]) for i in range(1, len(losses))]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from forwardtune import methods
 from forwardtune.arguments import Params
 from forwardtune.errors import ExperimentError, ForwardTuneError
-from forwardtune.experiments.tables import build, one_of, value
+from forwardtune.experiments.toml_tables import build, one_of, value
 from forwardtune.optimizer import LineSearch
 
 METHODS: dict[str, type[LineSearch]] = {name: getattr(methods, name) for name in methods.__all__}
@@ -82,6 +82,11 @@ class Workload:
     def __post_init__(self) -> None:
         one_of("data", self.data, DATA)
         one_of("network", self.network, NETWORKS)
+        _is_name("name", self.name)
+        if self.batch == 1 and self.network in ("densenet121", "resnet18"):
+            raise ExperimentError(
+                f"{self.network} normalises over the batch, which must have at least 2 examples, not 1"
+            )
         if (self.queries is None) == (self.epochs is None):
             raise ExperimentError("the budget is given by either queries or epochs")
         for name, least in (("batch", 1), ("queries", 1), ("epochs", 1), ("evaluations", 1)):
@@ -111,6 +116,7 @@ class Method:
     settings: Mapping[str, Any] = field(hash=False)
 
     def __post_init__(self) -> None:
+        _is_name("label", self.label)
         if len(set(self.lr)) < len(self.lr) or min(self.lr) <= 0:
             raise ExperimentError(f"lr must list different rates above zero, not {list(self.lr)}")
 
@@ -121,7 +127,7 @@ class Method:
     @cached_property
     def queries_per_step(self) -> int:
         """Counted in a step along a line of one weight, which also shows whether the settings make sense."""
-        optimizer = self.optimizer([torch.zeros(1)], self.lr[0], backend="reference")
+        optimizer = self.optimizer([torch.zeros(1)], 1e-3, backend="reference")
         optimizer.step(count(1.0).__next__)
         return optimizer.queries
 
@@ -250,6 +256,12 @@ def _method(entry: Mapping[str, Any], top: _File) -> Method:
     except ForwardTuneError as error:
         raise ExperimentError(f"{where}: {error}") from None
     return method
+
+
+def _is_name(what: str, given: str) -> None:
+    """Refuses what cannot be part of a file's name or of a table."""
+    if not given or not given.isprintable() or set(given) & set('/\\|<>:"?*'):
+        raise ExperimentError(f'{what} must be text without any of / \\ | < > : " ? *, not {given!r}')
 
 
 def _at_least(least: int, **settings: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,16 @@ class Store:
         mark = folder / "store.json"
         try:
             if not mark.exists():
-                if not create or (folder.exists() and any(folder.iterdir())):
+                if not create or (folder.exists() and any(file.name != _new(mark).name for file in folder.iterdir())):
                     raise ExperimentError(
                         f"{folder} holds no results of a comparison; name the folder that `forwardtune compare` made"
                         + (", or a new one" if create else "")
                     )
-                self.runs.mkdir(parents=True, exist_ok=True)
-                self.bases.mkdir(exist_ok=True)
+                folder.mkdir(parents=True, exist_ok=True)
                 write(mark, {"schema": SCHEMA})
             found = read(mark).get("schema")
+            for part in (self.runs, self.bases):
+                part.mkdir(exist_ok=True)
         except OSError as error:
             raise ExperimentError(f"the results in {folder} cannot be used ({error})") from None
         if found != SCHEMA:
@@ -58,7 +59,7 @@ class Store:
         with open(self.folder / ".lock", "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 raise ExperimentError(
                     f"another process is writing to {self.folder}; wait for it, or choose another folder with --out"
                 ) from None
@@ -100,14 +101,21 @@ def write(file: Path, content: dict[str, Any]) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Under another name first, so that the file is there whole or not at all."""
-    new = file.with_name(f".{file.name}.{os.getpid()}")
+    publish(file, lambda new: new.write_text(text, "utf-8"))
+
+
+def publish(file: Path, make: Callable[[Path], object]) -> None:
+    """Has a file made under another name first, so that it is there whole or not at all."""
+    new = _new(file)
     try:
-        with open(new, "w", encoding="utf-8") as handle:
-            handle.write(text)
-            handle.flush()
+        make(new)
+        with open(new, "rb+") as handle:
             os.fsync(handle.fileno())
         os.replace(new, file)
     except OSError as error:
         new.unlink(missing_ok=True)
         raise ExperimentError(f"{file} cannot be written ({error}); nothing was changed") from None
+
+
+def _new(file: Path) -> Path:
+    return file.with_name(f".{file.name}.new")

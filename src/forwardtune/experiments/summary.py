@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from forwardtune.experiments.intervals import Paired
 from forwardtune.experiments.scoring import Contest, WorkloadScore, contest
-from forwardtune.experiments.statistics import Paired
 
 
 def sentence(score: WorkloadScore) -> str:

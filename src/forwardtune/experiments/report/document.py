@@ -12,7 +12,7 @@ from forwardtune.errors import ExperimentError
 from forwardtune.experiments.report.charts import charts, plotly
 from forwardtune.experiments.report.png import draw
 from forwardtune.experiments.report.tables import Table, runs_table, tables
-from forwardtune.experiments.scoring import Scores
+from forwardtune.experiments.scoring import Result, Scores
 from forwardtune.experiments.store import write_text
 from forwardtune.experiments.summary import count, sentence
 
@@ -21,10 +21,7 @@ def check_installed() -> None:
     """Refuses early where a report could not be made later."""
     for package in ("plotly", "matplotlib"):
         if find_spec(package) is None:
-            raise ExperimentError(
-                f"a report needs {package}; install it: pip install 'forwardtune[report]', or leave the report out: "
-                "--no-report"
-            )
+            raise ExperimentError(f"a report needs {package}; install it: pip install 'forwardtune[report]'")
 
 
 def write(scores: Scores, folder: Path) -> Path:
@@ -67,6 +64,7 @@ def _page(scores: Scores, every_table: list[Table], runs: Table) -> str:
         sections.append(f'<h2>{_safe(workload.workload.name)}</h2><div class="charts">{"".join(boxes)}</div>')
     results = scores.results
     notes = [f"{count(scores.missing, 'run')} of the comparison are not there yet."] if scores.missing else []
+    notes += _mixtures(results)
     notes += sorted({result["data"]["note"] for result in results if result["data"].get("note")})
     return template.substitute(
         title=_safe(scores.spec.title),
@@ -82,6 +80,18 @@ def _page(scores: Scores, every_table: list[Table], runs: Table) -> str:
         figures=_json(figures),
         library=get_plotlyjs(),
     )
+
+
+def _mixtures(results: list[Result]) -> list[str]:
+    """Runs that are compared should have been made alike."""
+    kinds = {
+        "commits of forwardtune": {(result["code"]["commit"], result["code"]["dirty"]) for result in results},
+        "versions of torch": {result["code"]["versions"]["torch"] for result in results},
+        "devices": {result["device"] for result in results},
+        "numbers of threads": {result["threads"] for result in results},
+    }
+    mixed = [what for what, kind in kinds.items() if len(kind) > 1]
+    return [f"The runs were made with different {what}; see the table of runs." for what in mixed]
 
 
 def _table(table: Table) -> str:

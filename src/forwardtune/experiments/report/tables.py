@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
+from forwardtune.experiments.intervals import Interval, Paired, bootstrap_mean
 from forwardtune.experiments.scoring import (
-    SMOOTHING,
     Acceleration,
     Contest,
     MethodScore,
@@ -20,7 +20,6 @@ from forwardtune.experiments.scoring import (
     acceleration,
     accuracy,
 )
-from forwardtune.experiments.statistics import Interval, Paired, bootstrap_mean
 from forwardtune.experiments.summary import number
 
 
@@ -41,7 +40,8 @@ class Table:
 
     def csv(self) -> str:
         text = io.StringIO()
-        writer = csv.DictWriter(text, list(self.records[0]) if self.records else [], lineterminator="\n")
+        names = dict.fromkeys(name for record in self.records for name in record)
+        writer = csv.DictWriter(text, list(names), lineterminator="\n")
         writer.writeheader()
         writer.writerows(self.records)
         return text.getvalue()
@@ -116,7 +116,7 @@ def _loss(scores: Scores) -> Table:
         scores,
         "loss",
         "Final training loss",
-        f"Mean ± standard deviation over seeds; a run's is the mean of its last {SMOOTHING} evaluations. ◂ or ▸: the "
+        "Mean ± standard deviation over seeds; a run's is the mean over the last tenth of its evaluations. ◂ or ▸: the "
         "best rate is the smallest or largest of the grid, and one beyond it might do better.",
         cell,
     )
@@ -129,9 +129,8 @@ def _acceleration(scores: Scores) -> Table:
         for workload in scores.workloads:
             found = acceleration(workload.methods[0], workload.methods[i])
             cells.append(ratio_text(found))
-            ends = found.interval or (None, None)
             record = {"workload": workload.workload.name, "over": other.title, "ratio": found.ratio}
-            records.append({**record, "low": ends[0], "high": ends[1], "reason": found.reason})
+            records.append({**record, **_ends(found.interval), "reason": found.reason})
         rows.append((f"over {other.title}", *cells))
     return Table(
         "acceleration",
@@ -140,17 +139,17 @@ def _acceleration(scores: Scores) -> Table:
         tuple(rows),
         tuple(records),
         "The other method's whole budget of queries divided by the queries after which the method's training loss "
-        "first is where the other's ended, in brackets the 95% bootstrap interval over seeds. N/A: it never is there, "
-        "or there is no such place.",
+        "first is where the other's ended, in brackets the 95% bootstrap interval over seeds. N/A: it never is there; "
+        "∞: a run of the other diverged. A ratio can be no larger than the number of evaluations.",
     )
 
 
 def ratio_text(found: Acceleration) -> str:
-    def ratio(value: float | None) -> str:
-        return "N/A" if value is None else f"{value:.1f}"
+    def ratio(value: float) -> str:
+        return "N/A" if value == 0 else "∞" if value == math.inf else f"{value:.1f}"
 
-    interval = f" [{ratio(found.interval[0])}, {ratio(found.interval[1])}]" if found.interval else ""
-    return "N/A" if found.ratio is None else ratio(found.ratio) + interval
+    interval = f" [{ratio(found.interval.low)}, {ratio(found.interval.high)}]" if found.interval else ""
+    return ratio(found.ratio) + (interval if set(found.interval or ()) != {found.ratio} else "")
 
 
 def _contests(scores: Scores) -> Table:
@@ -170,7 +169,8 @@ def _contests(scores: Scores) -> Table:
         tuple(rows),
         tuple(records),
         "The methods share seeds, and with them batches and directions, so they are compared seed by seed: mean "
-        "difference with Student's 95% interval. Where the interval holds zero, the difference may be chance.",
+        "difference with Student's 95% interval. Where the interval holds zero, the difference may be chance. The "
+        "intervals are for the rates that were chosen; they do not know that these were chosen on the same runs.",
     )
 
 

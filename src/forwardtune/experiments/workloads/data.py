@@ -55,9 +55,17 @@ def load(name: str, folder: Path | None, *, download: bool = False) -> Images:
             f"{name} is read from a folder of data, and none was given; name it with --data DIR or in the environment "
             "variable FORWARDTUNE_DATA"
         )
-    if download:
+    read = {"mnist": mnist, "cifar10": cifar10}[name]
+    if not download:
+        return read(folder)
+    try:
+        images = read(folder)
+    except ExperimentError:
+        images = None
+    if images is None or images.note:  # nothing there, or not all of it
         _download(name, folder)
-    return {"mnist": mnist, "cifar10": cifar10}[name](folder)
+        return read(folder)
+    return images
 
 
 def digits() -> Images:
@@ -94,17 +102,25 @@ def mnist(folder: Path) -> Images:
 
 def cifar10(folder: Path) -> Images:
     """CIFAR-10's batches in their binary or Python layout; those of the training batches that are there."""
-    home, end, read = folder / "cifar-10-batches-bin", ".bin", _binary_batch
-    if not home.is_dir() and (folder / "cifar-10-batches-py").is_dir():
-        home, end, read = folder / "cifar-10-batches-py", "", _python_batch
-    names = [f"data_batch_{i}{end}" for i in range(1, 6)]
-    found = [name for name in names if (home / name).exists()] or names[:1]
+    layouts = (("bin", ".bin", _binary_batch), ("py", "", _python_batch))
+    found, home, end, read = max(
+        (
+            (_batches(folder / f"cifar-10-batches-{kind}", end), folder / f"cifar-10-batches-{kind}", end, read)
+            for kind, end, read in layouts
+        ),
+        key=lambda layout: len(layout[0]),
+    )
+    found = found or ["data_batch_1.bin"]
     batches = [read(_first([home / name], "CIFAR-10", name)) for name in found]
     test_x, test_y = read(_first([home / f"test_batch{end}"], "CIFAR-10", f"test_batch{end}"))
     train_x, train_y = (torch.cat(parts) for parts in zip(*batches, strict=True))
     missing = 5 - len(found)
     note = f"{missing} of CIFAR-10's 5 training batches are not in {home}" if missing else ""
     return _checked(Images("cifar10", train_x, train_y, test_x, test_y, note=note), folder)
+
+
+def _batches(home: Path, end: str) -> list[str]:
+    return [name for i in range(1, 6) if (home / (name := f"data_batch_{i}{end}")).exists()]
 
 
 def _binary_batch(file: Path) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,7 @@ def cnn(channels: int, size: int, classes: int) -> nn.Sequential:
     return nn.Sequential(layers)
 
 
-def prepare(name: str, images: Images, x: Tensor) -> Tensor:
+def as_input(name: str, images: Images, x: Tensor) -> Tensor:
     """Bytes as the network wants them."""
     x = x.float() / images.peak
     if name == "cnn":
@@ -81,21 +81,17 @@ def renew_head(model: nn.Module, name: str) -> None:
     head.reset_parameters()
 
 
-def load_weights(model: nn.Module, name: str, file: Path) -> None:
-    """Takes all but the head from a checkpoint of the same architecture."""
-    fit(model, name, read_weights(file), str(file))
-
-
-def download_weights(model: nn.Module, name: str) -> None:
-    """Takes all but the head from torchvision's ImageNet checkpoint, fetching it if it is not in torch's cache."""
+def download_weights(name: str) -> dict[str, Tensor]:
+    """torchvision's ImageNet checkpoint, fetched if it is not in torch's cache."""
     try:
-        found = torchvision().models.get_model_weights(name).DEFAULT.get_state_dict(progress=False, check_hash=True)
+        weights = torchvision().models.get_model_weights(name).DEFAULT
+        found: dict[str, Tensor] = weights.get_state_dict(progress=False, check_hash=True)
     except (OSError, RuntimeError) as error:
         raise ExperimentError(
             f"torchvision's weights of {name} could not be fetched ({error}); where there is no internet, give a file: "
             'weights = "FILE.pth"'
         ) from None
-    fit(model, name, found, f"torchvision's {name}")
+    return found
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
@@ -113,26 +109,28 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     return dict(found)
 
 
-def fit(model: nn.Module, name: str, found: Mapping[str, Tensor], source: str) -> None:
-    """Loads a state dict but for its head, after checking that it is one of this architecture."""
+def body(model: nn.Module, name: str, found: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """A state dict without its head, after checking that it is one of this architecture."""
+    refusal = f"{source} is a checkpoint for another architecture than {name}: "
     # Checkpoints of DenseNet from before torch 0.4 have a dot where later ones have none.
     found = {re.sub(r"(denselayer\d+\.(?:norm|conv))\.(\d)\.", r"\1\2.", key): value for key, value in found.items()}
     if name == "vit_b_16" and "encoder.pos_embedding" in found:
-        found = torchvision().models.vision_transformer.interpolate_embeddings(SIZE, 16, dict(found))
+        try:
+            found = torchvision().models.vision_transformer.interpolate_embeddings(SIZE, 16, dict(found))
+        except ValueError as error:
+            raise ExperimentError(f"{refusal}{error}") from None
     own, head = model.state_dict(), HEADS[name]
-    body = {key: value for key, value in found.items() if not key.startswith(f"{head}.")}
+    kept = {key: value for key, value in found.items() if not key.startswith(f"{head}.")}
     wanted = {key for key in own if not key.startswith(f"{head}.")}
     optional = {key for key in wanted if key.endswith("num_batches_tracked")}
-    complaint = ""
-    if missing := sorted(wanted - optional - body.keys()):
-        complaint = f"it lacks {missing[0]!r}"
-    elif extra := sorted(body.keys() - wanted):
-        complaint = f"it has {extra[0]!r}, which {name} does not"
-    elif other := [key for key in sorted(body) if body[key].shape != own[key].shape]:
-        complaint = f"{other[0]!r} has shape {tuple(body[other[0]].shape)} instead of {tuple(own[other[0]].shape)}"
-    if complaint:
-        raise ExperimentError(f"{source} is a checkpoint for another architecture than {name}: {complaint}")
-    model.load_state_dict(body, strict=False)
+    if missing := sorted(wanted - optional - kept.keys()):
+        raise ExperimentError(f"{refusal}it lacks {missing[0]!r}")
+    if extra := sorted(kept.keys() - wanted):
+        raise ExperimentError(f"{refusal}it has {extra[0]!r}, which {name} does not")
+    if other := [key for key in sorted(kept) if kept[key].shape != own[key].shape]:
+        shapes = f"{tuple(kept[other[0]].shape)} instead of {tuple(own[other[0]].shape)}"
+        raise ExperimentError(f"{refusal}{other[0]!r} has shape {shapes}")
+    return kept
 
 
 @torch.no_grad()

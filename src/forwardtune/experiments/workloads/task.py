@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from forwardtune.errors import ExperimentError
-from forwardtune.experiments.plan import brief, fingerprint
+from forwardtune.experiments.plan import RULES, brief, fingerprint
 from forwardtune.experiments.spec import Pretrain, Workload
+from forwardtune.experiments.store import publish
 from forwardtune.experiments.workloads import networks
 from forwardtune.experiments.workloads.data import Images, load
 
@@ -112,16 +113,14 @@ class Task:
         return loss / len(y), right / len(y)
 
     def _ready(self, x: Tensor) -> Tensor:
-        return networks.prepare(self.workload.network, self.images, x.to(self.device))
+        return networks.as_input(self.workload.network, self.images, x.to(self.device))
 
-    @property
+    @cached_property
     def base_id(self) -> str:
-        """Known by all that decides the base weights."""
+        """Known by all that decides the base weights: data, a file's content, recipes."""
         w = self.workload
-        source = self.sources.file(w.weights) if self._is_file else None
-        content = [w.network, w.data, w.weights if source is None else source.name, self.data["digest"]]
-        if source is not None:
-            content.append(os.stat(source).st_size)
+        content: list[Any] = [RULES, w.network, self.images.digest]
+        content.append(digest(self.sources.file(w.weights)) if self._is_file else w.weights)
         if w.pretrain:
             content += [brief(w.pretrain), self.sources.images(w.pretrain.data).digest]
         return fingerprint(content)
@@ -130,40 +129,57 @@ class Task:
     def _is_file(self) -> bool:
         return self.workload.weights not in ("random", "torchvision")
 
+    def weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """What the network starts from, but for its head: nothing if it starts from random weights."""
+        name, source = self.workload.network, self.workload.weights
+        if self._is_file:
+            file = self.sources.file(source)
+            return networks.body(model, name, networks.read_weights(file), str(file))
+        if source == "torchvision":
+            if not self.sources.download:
+                raise ExperimentError(
+                    f"torchvision's weights of {name} are fetched from the internet; allow it with --download, or give "
+                    'a file: weights = "FILE.pth"'
+                )
+            return networks.body(model, name, networks.download_weights(name), f"torchvision's {name}")
+        return {}
+
+    def check(self) -> None:
+        """Notices now what could not be had later."""
+        with torch.device("meta"):
+            model = self.network()
+        self.weights(model)
+        if self.workload.pretrain:
+            self._source(self.workload.pretrain)
+
     def make_base(self, file: Path) -> None:
         """Writes the weights and buffers that every run of the workload starts from."""
+        recipe = self.workload.pretrain
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.workload.pretrain.seed if self.workload.pretrain else 0)
+            torch.manual_seed(recipe.seed if recipe else 0)
             model = self.network().to(self.device)
-            name, weights = self.workload.network, self.workload.weights
-            if weights == "torchvision":
-                if not self.sources.download:
-                    raise ExperimentError(
-                        f"torchvision's weights of {name} are fetched from the internet; allow it with --download, or "
-                        'give a file: weights = "FILE.pth"'
-                    )
-                networks.download_weights(model, name)
-            elif self._is_file:
-                networks.load_weights(model, name, self.sources.file(weights))
-            if self.workload.pretrain:
-                self._pretrain(model, self.workload.pretrain)
-            if weights != "random" or self.workload.pretrain:
-                generator = torch.Generator().manual_seed(0)
-                order = torch.randperm(self.examples, generator=generator)
+            model.load_state_dict(self.weights(model), strict=False)
+            if recipe:
+                self._pretrain(model, recipe)
+            if recipe or self.workload.weights != "random":
+                order = torch.randperm(self.examples, generator=torch.Generator().manual_seed(0))
                 some = [order[i : i + 128] for i in range(0, min(2048, self.examples), 128)]
                 networks.estimate_statistics(model, [self.batch(numbers)[0] for numbers in some])
-        new = file.with_name(f".{file.name}.{os.getpid()}")
-        save_file({key: value.cpu().contiguous() for key, value in model.state_dict().items()}, new)
-        os.replace(new, file)
+        state = {key: value.cpu().contiguous() for key, value in model.state_dict().items()}
+        publish(file, lambda new: save_file(state, new))
 
-    def _pretrain(self, model: nn.Module, recipe: Pretrain) -> None:
-        """Backpropagation on the source set."""
+    def _source(self, recipe: Pretrain) -> Images:
         images = self.sources.images(recipe.data)
         if self.workload.network == "cnn" and images.train_x.shape[1:] != self.images.train_x.shape[1:]:
             raise ExperimentError(
                 f"{self.workload.name}: cnn takes images as they are, and those of {recipe.data} have another shape "
                 f"than those of {self.images.name}; pretrain on {self.images.name}, or use another network"
             )
+        return images
+
+    def _pretrain(self, model: nn.Module, recipe: Pretrain) -> None:
+        """Backpropagation on the source set."""
+        images = self._source(recipe)
         generator = torch.Generator().manual_seed(recipe.seed)
         optimizer = torch.optim.Adam(model.parameters(), lr=recipe.lr)
         model.train()
@@ -172,7 +188,7 @@ class Task:
             x = images.train_x[chosen].to(self.device)
             if recipe.invert:
                 x = int(images.peak) - x
-            x = networks.prepare(self.workload.network, images, x.roll((recipe.shift, recipe.shift), dims=(2, 3)))
+            x = networks.as_input(self.workload.network, images, x.roll((recipe.shift, recipe.shift), dims=(2, 3)))
             optimizer.zero_grad()
             F.cross_entropy(model(x), images.train_y[chosen].to(self.device)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -185,6 +201,12 @@ class Task:
             model = self.network()
         model.load_state_dict(load_file(base), assign=True)
         return model.to(self.device).train()
+
+
+@lru_cache(maxsize=8)
+def digest(file: Path) -> str:
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 @lru_cache(maxsize=2)

@@ -44,7 +44,7 @@ def value(kind: Any, given: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return given if isinstance(given, kind) else build(kind, given, where)  # type: ignore[arg-type]
     kind = get_origin(kind) or kind
-    if kind is float and isinstance(given, int) and not isinstance(given, bool):
+    if kind is float and isinstance(given, int) and not isinstance(given, bool) and abs(given) < 2**1000:
         return float(given)
     if not isinstance(given, kind) or (isinstance(given, bool) and kind is not bool):
         raise ExperimentError(f"{where} must be {NAMES[kind]}, not {given!r}")
