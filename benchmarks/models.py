@@ -12,6 +12,21 @@ from torch import nn
 Closure = Callable[[], torch.Tensor]
 
 
+def digits_network() -> nn.Sequential:
+    """A network for images of 8 x 8 pixels, 21,546 weights."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(512, 32),
+        nn.ReLU(),
+        nn.Linear(32, 10),
+    )
+
+
 def gpt2(batch: int = 32, length: int = 64) -> tuple[nn.Module, Closure]:
     """GPT-2 (124M) with random weights, and its language-model loss on a random batch."""
     from forwardtune.experiments.workloads.vision import make_importable

@@ -3,8 +3,8 @@
     python -m benchmarks.replay [--json FILE] [--steps N]
 
 Replay: the time of one recorded two-point step over the 124M weights of GPT-2, against torch's in-place addition of a
-number to them, and the peak of memory beside the weights. Recording: the time spent in the ledger in steps of the
-network of the digits preset (21,546 weights, batches of 64), against those steps; and, in the same steps, what storing
+number to them, and the peak of memory beside the weights. Recording: the time spent in the ledger in steps of a
+small convolutional network (21,546 weights, batches of 64), against those steps; and, in the same steps, what storing
 the same bytes takes alone: appended to the journal, or inserted into an SQLite database in WAL mode.
 """
 
@@ -24,9 +24,8 @@ import torch.nn.functional as F
 
 import forwardtune as ft
 from benchmarks.harness import arguments, finish, interleaved, ratios, show
+from benchmarks.models import digits_network
 from benchmarks.noise import gpt2_shapes
-from forwardtune.experiments.workloads import networks
-from forwardtune.experiments.workloads.data import digits
 from forwardtune.ledger import read
 from forwardtune.ledger.format import Row, pack
 from forwardtune.ledger.replay import advance
@@ -138,12 +137,7 @@ def journal(path: Path) -> Callable[[int, bytes], object]:
 def recording(folder: Path, steps: int, rounds: int) -> list[dict]:
     """Means over stretches of steps, which all candidates run in turn; of each candidate the best stretch."""
     torch.manual_seed(0)
-    images = digits()
-    model, x, y = (
-        networks.build("cnn", images),
-        networks.as_input("cnn", images, images.train_x[:64]),
-        images.train_y[:64],
-    )
+    model, x, y = digits_network(), torch.rand(64, 1, 8, 8), torch.randint(10, (64,))
     policies = {"timed (default)": "timed", "every step": 1, "every 100 steps": 100, "never": "never"}
     timed = {
         f"ledger, fsync {name}": Timed(ft.Ledger(folder / name, model, fsync=policy))
@@ -167,7 +161,7 @@ def recording(folder: Path, steps: int, rounds: int) -> list[dict]:
             best[name] = min(best[name], stretch(name, steps), key=lambda pair: pair[0] / pair[1])
     rows = [{"name": "a step", "baseline": "a step", "ratio": 1.0, "seconds": min(rest for _, rest in best.values())}]
     rows += [{"name": n, "baseline": "a step", "ratio": s / rest, "seconds": s} for n, (s, rest) in best.items()]
-    show("what recording adds to a step of the digits network", rows)
+    show("what recording adds to a step of a small network", rows)
     return rows
 
 
