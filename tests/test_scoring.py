@@ -4,8 +4,8 @@ import math
 from pathlib import Path
 
 import pytest
+from comparisons import TEXT
 from scipy import stats
-from test_spec import TEXT
 
 from forwardtune.experiments import scoring, summary
 from forwardtune.experiments import spec as specs
@@ -154,7 +154,7 @@ def test_the_edge_of_a_grid_is_noted():
     assert method({1.0: [flat(1.0)], 2.5: [flat(2.0)]}).at_edge
     assert not method({1.0: [flat(1.0)]}).at_edge
     wide = MethodScore(
-        specs.parse(TEXT.replace("[1, 2.5]", "[1, 2.5, 6]"), "test", Path()).methods[0],
+        specs.parse(TEXT.replace("[1, 4]", "[1, 4, 6]"), "test", Path()).methods[0],
         tuple(RateScore(lr, (flat(loss),)) for lr, loss in ((1.0, 2.0), (2.5, 1.0), (6.0, 2.0))),
     )
     assert not wide.at_edge

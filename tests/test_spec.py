@@ -3,42 +3,18 @@
 from pathlib import Path
 
 import pytest
+from comparisons import TEXT, parse
 
 from forwardtune.cli import presets
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments import spec as specs
 from forwardtune.experiments.plan import plan
 
-TEXT = """
-title = "a test"
-queries = 60
-batch = 8
-seeds = [0, 1]
-evaluations = 4
-
-[[workloads]]
-data = "digits"
-network = "cnn"
-weights = "random"
-
-[[methods]]
-method = "VS2P"
-lr = [1, 2.5]
-
-[[methods]]
-method = "STP"
-lr = [1e-3]
-"""
-
-
-def parse(text=TEXT):
-    return specs.parse(text, "test", Path())
-
 
 def test_a_plan_is_every_workload_seed_method_and_rate():
     runs = plan(parse())
     assert [(run.seed, run.method.label, run.lr) for run in runs] == [
-        (seed, label, lr) for seed in (0, 1) for label, lr in (("VS2P", 1.0), ("VS2P", 2.5), ("STP", 1e-3))
+        (seed, label, lr) for seed in (0, 1) for label, lr in (("VS2P", 1.0), ("VS2P", 4.0), ("STP", 1e-3))
     ]
     assert len({run.id for run in runs}) == 6
     assert [run.id for run in plan(parse())] == [run.id for run in runs]
@@ -51,7 +27,7 @@ def test_what_decides_the_outcome_decides_the_id_and_nothing_else():
         TEXT.replace('network = "cnn"', 'network = "cnn"\nname = "mine"'),
         TEXT.replace('method = "STP"', 'method = "STP"\nlabel = "three points"'),
         TEXT + "# a remark\n",
-        TEXT.replace("batch = 8", 'batch = 8\ntrain_examples = 0\ndecay = "cosine"'),  # the defaults, spelled out
+        TEXT.replace("batch = 8", 'batch = 8\nrho = 1e-3\ndecay = "cosine"'),  # the defaults, spelled out
     ]
     for text in same:
         assert {run.id for run in plan(parse(text))} == ids
@@ -68,7 +44,7 @@ def test_what_decides_the_outcome_decides_the_id_and_nothing_else():
         assert not {run.id for run in plan(parse(text))} & ids
     rho = TEXT.replace("batch = 8", "batch = 8\nrho = 2e-3")  # STP has none
     assert len({run.id for run in plan(parse(rho))} & ids) == 2
-    more = TEXT.replace("[1, 2.5]", "[1, 2.5, 3]").replace("[0, 1]", "[0, 1, 2]")
+    more = TEXT.replace("[1, 4]", "[1, 4, 3]").replace("[0, 1]", "[0, 1, 2]")
     assert {run.id for run in plan(parse(more))} > ids
 
 
