@@ -63,7 +63,7 @@ def test_our_numbers_stand_beside_the_papers(tmp_path):
     assert head == ["network", "at the start", "VS2P", "paper", "MeZO", "paper", "STP\N{PRIME}", "paper"]
     assert dense == [
         "densenet121",
-        "10",
+        "10.0",
         "50.5 ± 0.7",
         "86.6 ± 2.4",
         "50.5 ± 0.7",

@@ -91,7 +91,8 @@ def _accuracy(scores: Scores, printed: dict[str, Any]) -> str:
         header += [method.title, *(["paper"] if printed else [])]
     rows = []
     for workload in scores.workloads:
-        row = [workload.workload.network, _start(workload, "accuracy", 100)]
+        first = _start(workload, "accuracy")
+        row = [workload.workload.network, "missing" if first is None else f"{100 * first:.1f}"]
         for found in workload.methods:
             row.append(_mean_and_deviation(found))
             if printed:
@@ -110,9 +111,10 @@ def _mean_and_deviation(score: MethodScore) -> str:
     return f"{100 * found.mean:.1f}{deviation}{diverged}"
 
 
-def _start(workload: WorkloadScore, column: str, scale: float = 1) -> str:
-    first = [r["curve"][column][0] for m in workload.methods for rate in m.rates for r in rate.found]
-    return number(scale * first[0]) if first else "missing"
+def _start(workload: WorkloadScore, column: str) -> float | None:
+    """What all runs of the workload began with."""
+    results = (result for method in workload.methods for rate in method.rates for result in rate.found)
+    return next((result["curve"][column][0] for result in results), None)
 
 
 def _losses(scores: Scores) -> str:
@@ -126,7 +128,8 @@ def _losses(scores: Scores) -> str:
             edge = ", an end of its grid" if found.at_edge else ""
             loss = "diverged" if found.best.diverged else number(found.best.mean_loss)
             cells.append(f"{loss} (lr {found.best.lr:g}{edge})")
-        rows.append([workload.workload.network, _start(workload, "train_loss"), *cells])
+        first = _start(workload, "train_loss")
+        rows.append([workload.workload.network, "missing" if first is None else number(first), *cells])
     return _rows(["network", "at the start", *(method.title for method in scores.spec.methods)], rows)
 
 
@@ -163,7 +166,7 @@ def _differences(scores: Scores, full: Spec) -> str:
         lines.append(f"- {method.title}: {rates} (paper {', '.join(f'{lr:g}' for lr in full.method(method.label).lr)})")
     lines += [
         "",
-        "An accuracy on n examples has a standard error of its own, 3.5 points for 200 and 1.6 for 1,000 at 50%.",
+        "Accuracy on n examples has an error of its own: at 50%, 3.5 points on 200 and 1.6 on 1,000 examples.",
     ]
     notes = sorted({result["data"]["note"] for result in scores.results if result["data"].get("note")})
     return "\n".join([*lines, *(f"\n{note}." for note in notes)])

@@ -79,7 +79,8 @@ def _curves(
             method.best.found,
             lambda r: r["curve"]["queries"],
             lambda r: r["curve"][column],
-            scale,
+            scale=scale,
+            log=log,
         )
         for method, color in _judged(score)
         if method.best
@@ -112,11 +113,13 @@ def _band(
     results: Sequence[Result],
     x: Callable[[Result], Sequence[float]],
     y: Callable[[Result], Sequence[float | None]],
+    *,
     scale: float = 1,
+    log: bool = True,
 ) -> Series:
-    """The mean over runs and their range, as far as all of them go."""
+    """The mean over runs and their range, where all of them have a value (above zero, for a logarithmic axis)."""
     columns = list(zip(*map(y, results), strict=False))
-    known = [[scale * v for v in column if v is not None] for column in columns]
+    known = [[scale * v for v in column if v is not None and (v > 0 or not log)] for column in columns]
     complete = [len(values) == len(results) for values in known]
     middle, low, high = (
         [function(values) if whole else None for values, whole in zip(known, complete, strict=True)]
