@@ -84,10 +84,12 @@ def test_presets():
     [
         (["compare"], "name either a spec file or a preset"),
         (["compare", "--preset", "digit"], "there is no preset 'digit' (did you mean 'digits'?)"),
+        (["compare", "digits"], "for the preset of that name write --preset digits"),
+        (["compare", "--preset", "reduced/mnist-200", "--data", "."], "MNIST needs the file train-images-idx3-ubyte"),
         (["compare", "nothing.toml"], "the spec nothing.toml cannot be read"),
         (
             ["compare", "--preset", "reduced/mnist-200", "--data", "nowhere"],
-            "MNIST needs the file train-images-idx3-ubyte",
+            "the folder of data nowhere does not exist",
         ),
         (["compare", "--preset", "reduced/mnist-200"], "name it with --data DIR"),
         (["compare", "--preset", "digits", "--quiet", "--json"], "choose one of --quiet and --json"),

@@ -75,7 +75,7 @@ def test_our_numbers_stand_beside_the_papers(tmp_path):
     assert vgg[2:6] == ["50.0", "68.8 ± 4.3", "50.0", "11.4 ± 0.0"]
     # VS2P is at 1.7 from the first of three looks on, and the others end at 2
     assert table(text, "Acceleration of VS2P")[2] == ["densenet121", "3.0", "4.2", "3.0", "1.6"]
-    assert table(text, "Training loss")[2][:3] == ["densenet121", "4", "1.7 (lr 27, an end of its grid)"]
+    assert table(text, "Training loss")[2][:3] == ["densenet121", "4.00", "1.70 (lr 27, an end of its grid)"]
     differences = table(text, "What differs from the paper's settings")
     assert differences[3][1:4] == ["600 queries (paper 200 epochs)", "64 (paper 1024)", "3 (paper 3)"]
     assert differences[3][5:] == ["777 / 55", "500 / 1000"]

@@ -102,7 +102,8 @@ def test_losses_that_are_not_finite_end_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(task, "loss", lambda *a: real(*a) if next(calls) < 20 else torch.tensor(math.nan))
     result = execute(run, store, Sources())
     assert result["status"] == "diverged"
-    assert result["reason"] == "10 steps in a row met a loss that is not finite, at 30 queries"
+    assert result["reason"].startswith("10 steps in a row met a loss that is not finite or would have gone too far")
+    assert result["reason"].endswith("at 30 queries")
     assert len(result["trace"]["queries"]) == 20
     assert result["trace"]["gamma"][10:] == [None] * 10
 
@@ -242,6 +243,18 @@ def test_a_base_that_is_not_whole_is_made_again(tmp_path):
     again = execute(run, store, Sources())
     assert file.read_bytes() == content
     assert again["curve"] == first["curve"]
+
+
+def test_a_base_that_was_changed_is_refused(tmp_path):
+    spec, store = finished(tmp_path / "store", TEXT.replace("[0, 1]", "[0]"))
+    (file,) = store.bases.iterdir()
+    content = bytearray(file.read_bytes())
+    content[-8] ^= 1
+    file.write_bytes(content)
+    digest.cache_clear()
+    (store.runs / f"{plan(spec)[0].id}.json").unlink()
+    with pytest.raises(ExperimentError, match=r"is not the file that the finished runs in .* started from"):
+        compare(spec, store, Sources(), Machine())
 
 
 def test_a_checkpoint_that_was_replaced_is_another_base(tmp_path):

@@ -170,14 +170,31 @@ def test_the_summary_says_who_won_and_whether_it_may_be_chance():
 
     clear = summary.sentence(workload([1.0, 1.1, 0.9], [2.0, 2.2, 1.8]))
     assert clear == (
-        "digits-cnn: after 30 queries VS2P has the lowest training loss, 1: 50% below STP\N{PRIME} "
-        "(by 1, 95% interval 0.752 to 1.25)."
+        "digits-cnn: after 30 queries VS2P has the lowest training loss, 1.00, 50% below STP\N{PRIME} "
+        "(by 1.00, 95% interval 0.752 to 1.25)."
     )
     assert "STP\N{PRIME} has the lowest" in summary.sentence(workload([2.0, 2.2, 1.8], [1.0, 1.1, 0.9]))
-    assert "inside the noise" in summary.sentence(workload([1.0, 2.0], [2.0, 1.9]))
-    assert "one seed" in summary.sentence(workload([1.0], [2.0]))
+    noise = summary.sentence(workload([1.0, 2.0], [2.0, 1.9]))
+    assert "1.50, not clearly below STP\N{PRIME} (by 0.450, 95% interval " in noise
+    assert noise.endswith(": inside the noise).")
+    one = summary.sentence(workload([1.0], [2.0]))
+    assert one.endswith("1.00, below STP\N{PRIME} by 1.00 (one seed, so this may be chance).")
     gone = (method({1.0: [flat(1.0)]}), method({1e-3: [flat(1.0, diverged=True)]}, STP))
     text = summary.sentence(WorkloadScore(SPEC.workloads[0], gone))
     assert "STP\N{PRIME} diverged in 1 of 1 runs" in text
-    missing = (method({1.0: [flat(1.0)]}), method({1e-3: [None]}, STP))
-    assert summary.sentence(WorkloadScore(SPEC.workloads[0], missing)) == "digits-cnn: 1 run missing."
+    missing = (method({1.0: [None]}), method({1e-3: [None]}, STP))
+    assert summary.sentence(WorkloadScore(SPEC.workloads[0], missing, 2)) == "digits-cnn: 2 runs missing."
+
+
+def test_numbers():
+    shown = {
+        0.0: "0.00",
+        2.3: "2.30",
+        2.3149: "2.31",
+        100.0: "100",
+        0.00123: "0.00123",
+        12345.0: "1.23e+04",
+        3e-5: "3.00e-05",
+    }
+    for value, text in shown.items():
+        assert summary.number(value) == text

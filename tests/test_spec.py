@@ -73,6 +73,11 @@ def test_a_workload_may_have_its_own_budget():
     assert (spec.workloads[0].queries, spec.workloads[0].epochs, spec.workloads[0].batch) == (None, 2, 4)
 
 
+def test_a_method_that_lacks_a_setting():
+    with pytest.raises(ExperimentError, match=r"the method 'S2P': .* 'step_size'"):
+        parse(TEXT.replace('"STP"', '"S2P"'))
+
+
 def test_rates_are_not_tried_out():
     assert parse(TEXT.replace("[1e-3]", "[1e9]")).methods[1].queries_per_step == 3
 

@@ -41,7 +41,9 @@ Data = Annotated[
 ]
 Download = Annotated[bool, typer.Option("--download", help="Let torchvision fetch missing data and weights.")]
 Device = Annotated[str | None, typer.Option(help="Where the runs are made.", show_default="a GPU if there is one")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads of a run.", show_default="so that all cores work")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, max=1024, help="Threads of a run.", show_default="so that all cores work")
+]
 Silent = Annotated[bool, typer.Option("--quiet", "-q", help="Print the summary only.")]
 Json = Annotated[bool, typer.Option("--json", help="Print events as JSON, one a line.")]
 Board = Annotated[bool, typer.Option("--tensorboard", help="Also log to OUT/tensorboard.")]
@@ -54,7 +56,9 @@ def compare(
     data: Data = None,
     download: Download = False,
     device: Device = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time.", show_default="one a core")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Runs at a time.", show_default="one a core")
+    ] = None,
     threads: Threads = None,
     quiet: Silent = False,
     json: Json = False,
@@ -103,7 +107,7 @@ def run(
         raise ExperimentError(f"--lr must be above zero and finite, not {lr:g}")
     one = Run(picked, by, by.lr[0] if lr is None else lr, seed, chosen.decay)
     store, sources = Store(out or _default_folder(chosen, preset)), Sources(data, chosen.folder, download)
-    machine = Machine.choose(device, 1, threads)
+    machine = Machine.choose(device, threads=threads)
     import torch
 
     torch.set_num_threads(machine.threads)
@@ -166,6 +170,8 @@ def reproduction(
 def _spec(file: Path | None, preset: str | None) -> Spec:
     if (file is None) == (preset is None):
         raise ExperimentError("name either a spec file or a preset (--preset digits); `forwardtune presets` lists them")
+    if file and not file.exists() and str(file) in shipped.names():
+        raise ExperimentError(f"there is no file {file}; for the preset of that name write --preset {file}")
     return specs.read(file) if file else shipped.read(preset or "")
 
 

@@ -71,7 +71,7 @@ class Live(Quiet):
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}"),
+            TextColumn("queries, {task.fields[text]}"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
@@ -81,8 +81,8 @@ class Live(Quiet):
         self.total: TaskID | None = None
         self.tasks: dict[str, TaskID] = {}
         self.seen: dict[str, int] = {}
-        self.begun = time.perf_counter()
-        self.queries = 0
+        self.begun: float | None = None
+        self.queries = self.made = self.left = 0
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -100,14 +100,16 @@ class Live(Quiet):
         self.console.print(f"{event['spec']}: {event['runs']} runs{done}", markup=False)
         if left:
             self.bars.start()
-            self.total = self.bars.add_task(f"{left} runs", total=event["queries"], text="")
+            self.left = left
+            self.total = self.bars.add_task(f"0 of {left} runs", total=event["queries"], text="")
 
     def _base(self, event: Event) -> None:
         if self.total is not None:
-            self.bars.update(self.total, text=f"preparing {event['workload']}")
+            self.bars.update(self.total, text=f"making the base weights of {event['workload']}")
 
     def _start(self, event: Event) -> None:
         self.bars.start()
+        self.begun = self.begun or time.perf_counter()
         self.seen[event["run"]] = event["queries"]
         if event["queries"] and self.total is not None:
             self.bars.advance(self.total, event["queries"])
@@ -124,7 +126,7 @@ class Live(Quiet):
         self.queries += gained
         self.bars.update(self.tasks[run], completed=queries)
         if self.total is not None:
-            speed = self.queries / (time.perf_counter() - self.begun)
+            speed = self.queries / (time.perf_counter() - (self.begun or 0.0))
             self.bars.update(self.total, advance=gained, text=f"{speed:,.0f} queries/s")
 
     def _done(self, event: Event) -> None:
@@ -132,12 +134,16 @@ class Live(Quiet):
             task = self.tasks[event["run"]]
             self._advance(event["run"], event["result"]["queries"])
             left = self._task(task).total or 0
-            if self.total is not None:  # queries that a run which was given up did not use
-                self.bars.advance(self.total, left - event["result"]["queries"])
+            if self.total is not None:  # with the queries that a run which was given up did not use
+                self.made += 1
+                runs = f"{self.made} of {self.left} runs"
+                self.bars.update(self.total, advance=left - event["result"]["queries"], description=runs)
             self.bars.remove_task(task)
         result = event["result"]
         loss = result["final"]["train_loss"]
-        text = result["reason"] or f"training loss {loss:.3g}, test accuracy {result['final']['accuracy']:.1%}"
+        text = (
+            result["reason"] and f"diverged: {result['reason']}"
+        ) or f"training loss {loss:.3g}, test accuracy {result['final']['accuracy']:.1%}"
         self.console.print(f"{result['title']}: {text}", markup=False, style="" if not result["reason"] else "yellow")
 
     def _task(self, number: TaskID) -> Task:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +25,7 @@ from forwardtune.experiments.plan import Run, plan
 from forwardtune.experiments.runner import Event, Tell, base_of, execute
 from forwardtune.experiments.spec import Spec, steps
 from forwardtune.experiments.store import Store, write_text
-from forwardtune.experiments.workloads import Sources, prepare
+from forwardtune.experiments.workloads import Sources, digest, prepare
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,9 @@ def compare(spec: Spec, store: Store, sources: Sources, machine: Machine, tell: 
         workloads = list(dict.fromkeys(run.workload for run in left))
         for workload in workloads:  # what is missing is noticed before anything is done
             prepare(workload, sources, machine.device).check()
+        for note in dict.fromkeys(prepare(w, sources, machine.device).images.note for w in spec.workloads):
+            if note:
+                tell({"event": "note", "text": note})
         write_text(store.spec_file, spec.text)
         counts = {"runs": len(runs), "finished": len(runs) - len(left)}
         tell({"event": "plan", "spec": spec.name, **counts, "queries": sum(queries[run.id] for run in left)})
@@ -68,7 +72,7 @@ def compare(spec: Spec, store: Store, sources: Sources, machine: Machine, tell: 
         torch.set_num_threads(machine.workers * machine.threads)
         for workload in workloads:
             tell({"event": "base", "workload": workload.name, "weights": workload.weights})
-            base_of(prepare(workload, sources, machine.device), store)
+            _check_base(base_of(prepare(workload, sources, machine.device), store), runs, store)
         torch.set_num_threads(threads)
         if left:
             _Crew(store, sources, machine, tell).work(left)
@@ -98,6 +102,16 @@ def check_finished(runs: Sequence[Run], store: Store, sources: Sources, machine:
                 f"{there}, here {here}); use those, or choose another folder with --out"
             )
     return left
+
+
+def _check_base(file: Path, runs: Sequence[Run], store: Store) -> None:
+    """Refuses base weights that are not those which finished runs started from."""
+    bases = {result["base"]["id"]: result["base"]["digest"] for run in runs if (result := store.result(run.id))}
+    if bases.get(file.stem, digest(file)) != digest(file):
+        raise ExperimentError(
+            f"{file} is not the file that the finished runs in {store.folder} started from; put that one back, or "
+            "choose another folder with --out"
+        )
 
 
 class _Crew:

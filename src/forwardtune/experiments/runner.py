@@ -189,7 +189,10 @@ class _Progress:
         nonfinite: int = optimizer.param_groups[0]["run"]["nonfinite"]
         if nonfinite < optimizer.max_nonfinite:
             return ""
-        return f"{nonfinite} steps in a row met a loss that is not finite, at {optimizer.queries:,} queries"
+        return (
+            f"{nonfinite} steps in a row met a loss that is not finite or would have gone too far, at "
+            f"{optimizer.queries:,} queries"
+        )
 
     def _diverged(self) -> str:
         """Why the run is to be given up, judging by its last look."""

@@ -173,8 +173,11 @@ def contest(a: MethodScore, b: MethodScore) -> Contest | None:
 
 @dataclass(frozen=True)
 class WorkloadScore:
+    """All methods on one workload, and how many of its runs are not there yet."""
+
     workload: Workload
     methods: tuple[MethodScore, ...]
+    missing: int = 0
 
     @property
     def ranking(self) -> list[MethodScore]:
@@ -187,10 +190,6 @@ class WorkloadScore:
         """The first method of the spec against each of the others."""
         found = (contest(self.methods[0], other) for other in self.methods[1:])
         return [entry for entry in found if entry is not None]
-
-    @property
-    def missing(self) -> int:
-        return sum(result is None for score in self.methods for rate in score.rates for result in rate.results)
 
 
 @dataclass(frozen=True)
@@ -216,17 +215,23 @@ class Scores:
 
 
 def score(spec: Spec, store: Store) -> Scores:
-    """What the store has of a comparison."""
+    """What the store has of a comparison; of one that is not finished, the seeds that are."""
     found = {run: store.result(run.id) for run in plan(spec)}
     by_place = {(r.workload.name, r.method.label, r.lr, r.seed): result for r, result in found.items()}
     workloads = []
     for workload in spec.workloads:
-        scores = []
-        for method in spec.methods:
-            rates = (
-                RateScore(lr, tuple(by_place[workload.name, method.label, lr, seed] for seed in workload.seeds))
-                for lr in method.lr
+        places = [(workload.name, method.label, lr) for method in spec.methods for lr in method.lr]
+        absent = {seed: sum(by_place[*place, seed] is None for place in places) for seed in workload.seeds}
+        seeds = [seed for seed in workload.seeds if not absent[seed]] or workload.seeds
+        scores = tuple(
+            MethodScore(
+                method,
+                tuple(
+                    RateScore(lr, tuple(by_place[workload.name, method.label, lr, seed] for seed in seeds))
+                    for lr in method.lr
+                ),
             )
-            scores.append(MethodScore(method, tuple(rates)))
-        workloads.append(WorkloadScore(workload, tuple(scores)))
+            for method in spec.methods
+        )
+        workloads.append(WorkloadScore(workload, scores, sum(absent.values())))
     return Scores(spec, tuple(workloads))

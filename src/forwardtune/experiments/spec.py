@@ -181,8 +181,9 @@ class _File:
 COMMON = {field.name for field in fields(Workload)} - {"name", "data", "network", "weights", "pretrain"}
 
 
-def read(path: Path) -> Spec:
+def read(path: Path | str) -> Spec:
     """The spec in a file, named after it."""
+    path = Path(path)
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -253,7 +254,7 @@ def _method(entry: Mapping[str, Any], top: _File) -> Method:
     method = build(Method, {**known, "settings": settings}, where)
     try:
         method.queries_per_step  # noqa: B018
-    except ForwardTuneError as error:
+    except (ForwardTuneError, TypeError) as error:
         raise ExperimentError(f"{where}: {error}") from None
     return method
 

@@ -25,8 +25,8 @@ SCHEMA = 1
 class Store:
     """Results in a folder, made if it is not there."""
 
-    def __init__(self, folder: Path, *, create: bool = True) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path | str, *, create: bool = True) -> None:
+        self.folder = folder = Path(folder)
         self.runs, self.bases = folder / "runs", folder / "bases"
         mark = folder / "store.json"
         try:

@@ -39,12 +39,13 @@ class Chart:
     note: str = ""
 
     @property
-    def x_ticks(self) -> list[float]:
-        return log_ticks([x for series in self.series for x in series.x])
+    def x_ticks(self) -> list[float] | None:
+        return log_ticks([x for series in self.series for x in series.x]) if self.log_x else None
 
     @property
-    def y_ticks(self) -> list[float]:
-        return log_ticks([y for series in self.series for y in (*series.y, *series.low, *series.high) if y is not None])
+    def y_ticks(self) -> list[float] | None:
+        values = [y for series in self.series for y in (*series.y, *series.low, *series.high) if y is not None]
+        return log_ticks(values) if self.log_y else None
 
 
 def charts(score: WorkloadScore) -> list[Chart]:
@@ -53,9 +54,9 @@ def charts(score: WorkloadScore) -> list[Chart]:
         _curves(score, "loss", "Training loss", "train_loss", log=True),
         _curves(score, "accuracy", "Test accuracy", "accuracy", scale=100, unit=" (%)"),
         _sensitivity(score),
-        _traces(score, "gamma", "Slope measured, |gamma|"),
-        _traces(score, "sigma", "Spread of recent slopes, sigma"),
-        _traces(score, "alpha", "Distance moved along the direction, |t*|"),
+        _traces(score, "gamma", "Slope measured", "|gamma|"),
+        _traces(score, "sigma", "Spread of recent slopes", "sigma"),
+        _traces(score, "alpha", "Distance moved along the direction", "|t*|"),
     ]
     return [chart for chart in found if chart.series]
 
@@ -87,7 +88,7 @@ def _curves(
     ]
     return Chart(
         name,
-        f"{title} against queries",
+        f"{title} against forward passes",
         "forward passes",
         title.lower() + unit,
         tuple(series),
@@ -96,14 +97,20 @@ def _curves(
     )
 
 
-def _traces(score: WorkloadScore, column: str, title: str) -> Chart:
+def _traces(score: WorkloadScore, column: str, title: str, label: str) -> Chart:
     series = [
         _band(_label(method), color, method.best.found, lambda r: r["trace"]["queries"], lambda r: r["trace"][column])
         for method, color in _judged(score)
         if method.best and all(column in result["trace"] for result in method.best.found)
     ]
     return Chart(
-        column, title, "forward passes", column, tuple(series), log_y=True, note="Means over stretches of steps."
+        column,
+        f"{title}, {label}",
+        "forward passes",
+        label,
+        tuple(series),
+        log_y=True,
+        note="Means over stretches of steps; a stretch without any has no point.",
     )
 
 
@@ -160,16 +167,17 @@ def _sensitivity(score: WorkloadScore) -> Chart:
     )
 
 
-def log_ticks(values: Sequence[float]) -> list[float]:
-    """Places for labels on a logarithmic axis: the shorter it is, the more digits."""
+def log_ticks(values: Sequence[float]) -> list[float] | None:
+    """Places for labels on a logarithmic axis, the more digits the shorter it is; None if it is too short for one."""
     positive = [value for value in values if value > 0]
     if not positive:
-        return []
-    low, high = math.log10(min(positive)), math.log10(max(positive))
-    span = high - low
+        return None
+    low, high = min(positive), max(positive)
+    span = math.log10(high / low)
     digits = (1,) if span > 3 else (1, 2, 5) if span > 0.9 else (1, 1.5, 2, 3, 4, 5, 6, 8)
-    powers = range(math.floor(low) - 1, math.ceil(high) + 1)
-    return [float(f"{digit}e{power}") for power in powers for digit in digits]
+    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+    ticks = [float(f"{digit}e{power}") for power in powers for digit in digits]
+    return ticks if sum(low <= tick <= high for tick in ticks) >= 3 else None
 
 
 def plotly(chart: Chart) -> dict[str, Any]:
@@ -189,8 +197,8 @@ def plotly(chart: Chart) -> dict[str, Any]:
         "xaxis": {"title": {"text": chart.x_label}},
         "yaxis": {"title": {"text": chart.y_label}},
     }
-    for axis, log, ticks in (("xaxis", chart.log_x, chart.x_ticks), ("yaxis", chart.log_y, chart.y_ticks)):
-        if log:
+    for axis, ticks in (("xaxis", chart.x_ticks), ("yaxis", chart.y_ticks)):
+        if ticks:
             axes[axis] |= {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
     return {"data": data, "layout": axes}
 

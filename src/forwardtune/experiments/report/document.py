@@ -24,11 +24,12 @@ def check_installed() -> None:
             raise ExperimentError(f"a report needs {package}; install it: pip install 'forwardtune[report]'")
 
 
-def write(scores: Scores, folder: Path) -> Path:
+def write(scores: Scores, folder: Path | str) -> Path:
     """Makes `folder`/report.html and the folder `report`; the path of the page."""
     check_installed()
+    folder = Path(folder)
     parts = folder / "report"
-    parts.mkdir(exist_ok=True)
+    parts.mkdir(parents=True, exist_ok=True)
     every_table, runs = tables(scores), runs_table(scores.workloads)
     for table in [*every_table, runs]:
         write_text(parts / f"{table.name}.csv", table.csv())

@@ -24,8 +24,8 @@ def draw(chart: Chart, file: Path) -> None:
             low, high = _numbers(series.low), _numbers(series.high)
             axes.fill_between(series.x, low, high, color=series.color, alpha=0.15, linewidth=0)
     axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
-    for axis, log, ticks in (("x", chart.log_x, chart.x_ticks), ("y", chart.log_y, chart.y_ticks)):
-        if log:
+    for axis, ticks in (("x", chart.x_ticks), ("y", chart.y_ticks)):
+        if ticks:
             axes.set(**{f"{axis}scale": "log"})
             limits = getattr(axes, f"get_{axis}lim")()
             axes.set(**{f"{axis}ticks": ticks, f"{axis}ticklabels": [f"{tick:g}" for tick in ticks]})

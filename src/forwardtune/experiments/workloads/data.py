@@ -55,6 +55,10 @@ def load(name: str, folder: Path | None, *, download: bool = False) -> Images:
             f"{name} is read from a folder of data, and none was given; name it with --data DIR or in the environment "
             "variable FORWARDTUNE_DATA"
         )
+    if not folder.is_dir() and not download:
+        raise ExperimentError(
+            f"the folder of data {folder} does not exist; name the one that has {name} with --data DIR"
+        )
     read = {"mnist": mnist, "cifar10": cifar10}[name]
     if not download:
         return read(folder)
