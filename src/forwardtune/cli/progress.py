@@ -140,11 +140,12 @@ class Live(Quiet):
                 self.bars.update(self.total, advance=left - event["result"]["queries"], description=runs)
             self.bars.remove_task(task)
         result = event["result"]
-        loss = result["final"]["train_loss"]
-        text = (
-            result["reason"] and f"diverged: {result['reason']}"
-        ) or f"training loss {loss:.3g}, test accuracy {result['final']['accuracy']:.1%}"
-        self.console.print(f"{result['title']}: {text}", markup=False, style="" if not result["reason"] else "yellow")
+        if result["reason"]:
+            text, style = f"diverged: {result['reason']}", "yellow"
+        else:
+            final = result["final"]
+            text, style = f"training loss {final['train_loss']:.3g}, test accuracy {final['accuracy']:.1%}", ""
+        self.console.print(f"{result['title']}: {text}", markup=False, style=style)
 
     def _task(self, number: TaskID) -> Task:
         return next(task for task in self.bars.tasks if task.id == number)
