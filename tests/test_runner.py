@@ -17,7 +17,7 @@ from forwardtune.experiments.comparison import Machine, check_finished, compare
 from forwardtune.experiments.plan import plan
 from forwardtune.experiments.runner import batch_numbers, execute, rate
 from forwardtune.experiments.store import Store
-from forwardtune.experiments.workloads import Sources, digest, prepare
+from forwardtune.experiments.workloads import Sources, prepare
 
 
 def test_a_run_is_the_plain_loop(tmp_path):
@@ -251,7 +251,6 @@ def test_a_base_that_was_changed_is_refused(tmp_path):
     content = bytearray(file.read_bytes())
     content[-8] ^= 1
     file.write_bytes(content)
-    digest.cache_clear()
     (store.runs / f"{plan(spec)[0].id}.json").unlink()
     with pytest.raises(ExperimentError, match=r"is not the file that the finished runs in .* started from"):
         compare(spec, store, Sources(), Machine())
@@ -269,7 +268,6 @@ def test_a_checkpoint_that_was_replaced_is_another_base(tmp_path):
     for seed in (1, 2):
         torch.manual_seed(seed)
         save_file(networks.build("cnn", sources.images("digits")).state_dict(), tmp_path / "base.safetensors")
-        digest.cache_clear()
         prepare.cache_clear()
         bases.append(prepare(parse(text).workloads[0], sources, "cpu").base_id)
         if seed == 1:

@@ -203,8 +203,14 @@ class Task:
         return model.to(self.device).train()
 
 
-@lru_cache(maxsize=8)
 def digest(file: Path) -> str:
+    """The SHA-256 of a file, computed anew if it has changed."""
+    stat = file.stat()
+    return _digest(file, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=8)
+def _digest(file: Path, time: int, size: int) -> str:
     with open(file, "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
