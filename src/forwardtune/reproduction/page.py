@@ -13,10 +13,11 @@ from forwardtune.experiments.report.tables import ratio_text
 from forwardtune.experiments.scoring import MethodScore, Scores, WorkloadScore, acceleration, accuracy, score
 from forwardtune.experiments.spec import Spec, Workload
 from forwardtune.experiments.store import Store
-from forwardtune.experiments.summary import number, sentence
+from forwardtune.experiments.summary import count, number, sentence
 
 HOME = Path(__file__).parent
 SPECS = HOME / "specs"
+SIZES = {"mnist": "60,000 / 10,000", "cifar10": "50,000 / 10,000"}
 
 INTRODUCTION = """# The paper's experiments
 
@@ -68,7 +69,7 @@ def _section(name: str, scores: Scores, full: Spec, printed: dict[str, Any]) -> 
     spec = scores.spec
     blocks = [f"## {spec.title}\n\nPreset `{name}`. {' '.join(spec.description.split())}\n"]
     if scores.missing:
-        blocks.append(f"{scores.missing} of its runs are missing.\n")
+        blocks.append(f"{count(scores.missing, 'run')} missing.\n")
     blocks += [f"- {sentence(workload)}" for workload in scores.workloads]
     blocks.append("\n### Test accuracy (%)\n\n" + _accuracy(scores, printed))
     blocks.append("\n### Training loss\n\n" + _losses(scores))
@@ -155,7 +156,7 @@ def _differences(scores: Scores, full: Spec) -> str:
         results = [result for method in ours.methods for rate in method.rates for result in rate.found]
         data = results[0]["data"] if results else {}
         w = ours.workload
-        sizes = f"{data['train']:,} / {data['test']:,}" if data else "unknown"
+        sizes = f"{data['train']:,} / {data['test']:,} (paper {SIZES[w.data]})" if data else "unknown"
         looked = f"{w.train_examples or 'all'} / {w.test_examples or 'all'}"
         pairs = zip(_settings(w), _settings(theirs), strict=True)
         rows.append([w.network, *(f"{a} (paper {b})" for a, b in pairs), sizes, looked])
@@ -168,8 +169,7 @@ def _differences(scores: Scores, full: Spec) -> str:
         "",
         "Accuracy on n examples has an error of its own: at 50%, 3.5 points on 200 and 1.6 on 1,000 examples.",
     ]
-    notes = sorted({result["data"]["note"] for result in scores.results if result["data"].get("note")})
-    return "\n".join([*lines, *(f"\n{note}." for note in notes)])
+    return "\n".join(lines)
 
 
 def _settings(workload: Workload) -> list[str]:
