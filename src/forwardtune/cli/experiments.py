@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -73,9 +74,7 @@ def compare(
     if not no_report:
         reports.check_installed()
     store, sources = Store(out or _default_folder(chosen, preset)), Sources(data, chosen.folder, download)
-    listener = _listener(quiet, json)
-    if tensorboard:
-        listener = TensorBoard(store.folder / "tensorboard", listener)
+    listener = _listener(quiet, json, store.folder / "tensorboard" if tensorboard else None)
     with _interruptible(), listener:
         compare_all(chosen, store, sources, Machine.choose(device, workers, threads), listener)
     scores = score(chosen, store)
@@ -108,12 +107,8 @@ def run(
     one = Run(picked, by, by.lr[0] if lr is None else lr, seed, chosen.decay)
     store, sources = Store(out or _default_folder(chosen, preset)), Sources(data, chosen.folder, download)
     machine = Machine.choose(device, threads=threads)
-    import torch
-
     torch.set_num_threads(machine.threads)
-    listener = _listener(quiet, json)
-    if tensorboard:
-        listener = TensorBoard(store.folder / "tensorboard", listener)
+    listener = _listener(quiet, json, store.folder / "tensorboard" if tensorboard else None)
     with _interruptible(), store.lock(), listener:
         check_finished([one], store, sources, machine)
         result = execute(one, store, sources, device=machine.device, tell=listener)
@@ -179,10 +174,11 @@ def _default_folder(spec: Spec, preset: str | None) -> Path:
     return Path("results") / (preset or spec.name)
 
 
-def _listener(quiet: bool, as_json: bool) -> Listener:
+def _listener(quiet: bool, as_json: bool, board: Path | None) -> Listener:
     if quiet and as_json:
         raise ExperimentError("choose one of --quiet and --json")
-    return JsonLines() if as_json else Quiet() if quiet else Live()
+    listener = JsonLines() if as_json else Quiet() if quiet else Live()
+    return TensorBoard(board, listener) if board else listener
 
 
 def _tell_outcome(

@@ -186,6 +186,10 @@ class WorkloadScore:
         return sorted(judged, key=lambda score: score.best.rank if score.best else ())
 
     @property
+    def results(self) -> list[Result]:
+        return [result for score in self.methods for rate in score.rates for result in rate.found]
+
+    @property
     def contests(self) -> list[Contest]:
         """The first method of the spec against each of the others."""
         found = (contest(self.methods[0], other) for other in self.methods[1:])
@@ -205,13 +209,7 @@ class Scores:
 
     @property
     def results(self) -> list[Result]:
-        return [
-            result
-            for workload in self.workloads
-            for score in workload.methods
-            for rate in score.rates
-            for result in rate.found
-        ]
+        return [result for workload in self.workloads for result in workload.results]
 
 
 def score(spec: Spec, store: Store) -> Scores:

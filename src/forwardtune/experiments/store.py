@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from forwardtune.errors import ExperimentError
+from forwardtune.ledger.files import sync_file
 
 SCHEMA = 1
 
@@ -109,8 +110,7 @@ def publish(file: Path, make: Callable[[Path], object]) -> None:
     new = _new(file)
     try:
         make(new)
-        with open(new, "rb+") as handle:
-            os.fsync(handle.fileno())
+        sync_file(new)
         os.replace(new, file)
     except OSError as error:
         new.unlink(missing_ok=True)

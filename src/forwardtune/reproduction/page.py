@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments import spec as specs
-from forwardtune.experiments.report.tables import ratio_text
+from forwardtune.experiments.report.tables import markdown, ratio_text
 from forwardtune.experiments.scoring import MethodScore, Scores, WorkloadScore, acceleration, accuracy, score
 from forwardtune.experiments.spec import Spec, Workload
 from forwardtune.experiments.store import Store
@@ -81,11 +80,6 @@ def _section(name: str, scores: Scores, full: Spec, printed: dict[str, Any]) -> 
     return "\n".join(blocks)
 
 
-def _rows(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    header = list(header)
-    return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
-
-
 def _accuracy(scores: Scores, printed: dict[str, Any]) -> str:
     header = ["network", "at the start"]
     for method in scores.spec.methods:
@@ -100,7 +94,7 @@ def _accuracy(scores: Scores, printed: dict[str, Any]) -> str:
                 mean, deviation = printed[workload.workload.network]["accuracy"][found.method.method]
                 row.append(f"{mean:.1f} ± {deviation:.1f}")
         rows.append(row)
-    return _rows(header, rows)
+    return markdown(header, rows)
 
 
 def _mean_and_deviation(score: MethodScore) -> str:
@@ -114,8 +108,7 @@ def _mean_and_deviation(score: MethodScore) -> str:
 
 def _start(workload: WorkloadScore, column: str) -> float | None:
     """What all runs of the workload began with."""
-    results = (result for method in workload.methods for rate in method.rates for result in rate.found)
-    return next((result["curve"][column][0] for result in results), None)
+    return next((result["curve"][column][0] for result in workload.results), None)
 
 
 def _losses(scores: Scores) -> str:
@@ -131,7 +124,7 @@ def _losses(scores: Scores) -> str:
             cells.append(f"{loss} (lr {found.best.lr:g}{edge})")
         first = _start(workload, "train_loss")
         rows.append([workload.workload.network, "missing" if first is None else number(first), *cells])
-    return _rows(["network", "at the start", *(method.title for method in scores.spec.methods)], rows)
+    return markdown(["network", "at the start", *(method.title for method in scores.spec.methods)], rows)
 
 
 def _accelerations(scores: Scores, printed: dict[str, Any]) -> str:
@@ -146,22 +139,21 @@ def _accelerations(scores: Scores, printed: dict[str, Any]) -> str:
             if printed:
                 row.append(str(printed[workload.workload.network]["acceleration"][other.method.method]))
         rows.append(row)
-    return _rows(header, rows)
+    return markdown(header, rows)
 
 
 def _differences(scores: Scores, full: Spec) -> str:
     rows = []
     for ours in scores.workloads:
         theirs = next(w for w in full.workloads if w.network == ours.workload.network)
-        results = [result for method in ours.methods for rate in method.rates for result in rate.found]
-        data = results[0]["data"] if results else {}
+        data = ours.results[0]["data"] if ours.results else {}
         w = ours.workload
         sizes = f"{data['train']:,} / {data['test']:,} (paper {SIZES[w.data]})" if data else "unknown"
         looked = f"{w.train_examples or 'all'} / {w.test_examples or 'all'}"
         pairs = zip(_settings(w), _settings(theirs), strict=True)
         rows.append([w.network, *(f"{a} (paper {b})" for a, b in pairs), sizes, looked])
     header = ["network", "budget", "batch", "seeds", "starts from", "examples, train / test", "evaluated on"]
-    lines = [_rows(header, rows), "", "Rates:", ""]
+    lines = [markdown(header, rows), "", "Rates:", ""]
     for method in scores.spec.methods:
         rates = ", ".join(f"{lr:g}" for lr in method.lr)
         lines.append(f"- {method.title}: {rates} (paper {', '.join(f'{lr:g}' for lr in full.method(method.label).lr)})")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
@@ -22,6 +22,8 @@ from forwardtune.experiments.scoring import (
 )
 from forwardtune.experiments.summary import number
 
+UNKNOWN = dict.fromkeys(("mean", "std", "low", "high", "diverged"))
+
 
 @dataclass(frozen=True)
 class Table:
@@ -35,8 +37,7 @@ class Table:
     note: str = ""
 
     def markdown(self) -> str:
-        lines = [self.header, ("---",) * len(self.header), *self.rows]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return markdown(self.header, self.rows)
 
     def csv(self) -> str:
         text = io.StringIO()
@@ -45,6 +46,10 @@ class Table:
         writer.writeheader()
         writer.writerows(self.records)
         return text.getvalue()
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *rows])
 
 
 def tables(scores: Scores) -> list[Table]:
@@ -75,7 +80,7 @@ def _accuracy(scores: Scores) -> Table:
     def cell(score: MethodScore) -> tuple[str, dict[str, Any]]:
         found = accuracy(score)
         if found is None:
-            return "runs missing", {"mean": None, "std": None, "low": None, "high": None, "diverged": None}
+            return "runs missing", UNKNOWN
         text = f"{100 * found.mean:.1f}" + (f" ± {100 * found.std:.1f}" if found.std is not None else "")
         return text + _marks(score), {
             "mean": found.mean,
@@ -97,16 +102,10 @@ def _accuracy(scores: Scores) -> Table:
 def _loss(scores: Scores) -> Table:
     def cell(score: MethodScore) -> tuple[str, dict[str, Any]]:
         if score.best is None:
-            return "runs missing", {"mean": None, "std": None, "low": None, "high": None, "diverged": None}
+            return "runs missing", UNKNOWN
         losses = score.best.losses
         if score.best.diverged:
-            return f"diverged{_marks(score)}", {
-                "mean": None,
-                "std": None,
-                "low": None,
-                "high": None,
-                "diverged": score.best.diverged,
-            }
+            return f"diverged{_marks(score)}", {**UNKNOWN, "diverged": score.best.diverged}
         std = stdev(losses) if len(losses) > 1 else None
         text = number(fmean(losses)) + (f" ± {std:.2g}" if std is not None else "")
         numbers = {"mean": fmean(losses), "std": std, **_ends(bootstrap_mean(losses)), "diverged": 0}
@@ -202,7 +201,7 @@ def _rates(scores: Scores) -> Table:
     for workload in scores.workloads:
         for score in workload.methods:
             for rate in score.rates:
-                mean = fmean(rate.losses) if rate.losses else math.nan
+                mean = rate.mean_loss
                 text = "missing" if not rate.losses else "diverged" if mean == math.inf else number(mean)
                 spread = f"{stdev(rate.losses):.2g}" if len(rate.losses) > 1 and mean < math.inf else ""
                 accuracy = f"{100 * fmean(rate.accuracies):.1f}" if rate.accuracies else ""
