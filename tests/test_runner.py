@@ -31,7 +31,7 @@ def test_a_run_is_the_plain_loop(tmp_path):
     losses, steps = [], []
     for step in range(30):
         if step in (0, 8, 15, 22):
-            losses.append(task.evaluate(model).train_loss)
+            losses.append(task.evaluate(model)["train_loss"])
         x, y = task.batch(batch_numbers(1400, 8, 0, step))
         optimizer.step(lambda x=x, y=y: torch.nn.functional.cross_entropy(model(x), y))
         steps.append(optimizer.last_step)

@@ -17,7 +17,7 @@ from forwardtune.experiments.runner import base_of, execute
 from forwardtune.experiments.store import Store
 from forwardtune.experiments.workloads import Sources, networks, prepare
 from forwardtune.experiments.workloads.data import cifar10, digits, load, mnist
-from forwardtune.experiments.workloads.vision import torchvision
+from forwardtune.integrations.torchvision import torchvision
 
 NETWORKS = ("densenet121", "resnet18", "vgg11", "vit_b_16")
 WEIGHTS = {
@@ -268,7 +268,7 @@ def test_checkpoints_for_another_architecture_are_refused(tmp_path):
         (tmp_path / name).write_bytes(b"nothing")
         with pytest.raises(ExperimentError, match=f"{name} cannot be read"):
             networks.read_weights(tmp_path / name)
-    with pytest.raises(ExperimentError, match=r"there are no weights at .*other.pth; put the file there"):
+    with pytest.raises(ExperimentError, match=r"there is no file at .*other.pth; put it there, or set weights to"):
         Sources(None, tmp_path).file("other.pth")
 
 
@@ -287,7 +287,7 @@ def test_the_real_weights_of_resnet18(tmp_path):
     text = text_for("resnet18", file, more).replace("test_examples = 8", "test_examples = 0")
     task = prepare(parse(text).workloads[0], Sources(DATA), "cpu")
     base = base_of(task, Store(tmp_path / "store"))
-    assert task.evaluate(task.start(base)).accuracy > 0.8
+    assert task.evaluate(task.start(base))["accuracy"] > 0.8
 
 
 def test_pretraining_can_shift_and_invert_and_renew_the_head(tmp_path):

@@ -1,4 +1,10 @@
-"""Exceptions that say what went wrong and what to do about it."""
+"""Exceptions and warnings that say what went wrong and what to do about it."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
 
 
 class ForwardTuneError(Exception):
@@ -23,3 +29,12 @@ class LedgerError(ForwardTuneError, RuntimeError):
 
 class ExperimentError(ForwardTuneError, RuntimeError):
     """A comparison cannot be read, run or reported."""
+
+
+def warn(text: str) -> None:
+    """A RuntimeWarning at the first frame outside torch and this package."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "forwardtune"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, RuntimeWarning, stacklevel=level - 1)

@@ -15,11 +15,8 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import FrameType
 from typing import Any, Protocol, TypedDict
 
 import torch
@@ -28,7 +25,7 @@ from typing_extensions import Unpack
 
 from forwardtune.arguments import Params, as_groups, check_integer, is_number, plain, tensors_of
 from forwardtune.buffers import Modules
-from forwardtune.errors import InvalidArgumentError, NonFiniteLossError
+from forwardtune.errors import InvalidArgumentError, NonFiniteLossError, warn
 from forwardtune.line import Line, Offsets
 from forwardtune.noise import NOISE_VERSION, Distribution, Field, Slot
 from forwardtune.noise.field import check_tensor
@@ -36,6 +33,9 @@ from forwardtune.noise.walker import check_number
 from forwardtune.objective import Closure, Objective
 from forwardtune.record import LineRecord, StepRecord
 from forwardtune.search import Memory, Search, walk
+
+MANY_PLATEAUS = 20
+"""So many steps without any difference in the loss are worth a warning, if they are most of the run."""
 
 
 class Recorder(Protocol):
@@ -83,6 +83,7 @@ class LineSearch(Optimizer):
     last_step: StepRecord | None = None
     recorder: Recorder | None = None
     _warned = False
+    _warned_of_plateaus = False
 
     def __init__(self, params: Params, defaults: Mapping[str, Any], **run: Unpack[RunOptions]) -> None:
         unknown = run.keys() - RunOptions.__annotations__
@@ -115,6 +116,7 @@ class LineSearch(Optimizer):
             "step": 0,
             "queries": 0,
             "nonfinite": 0,
+            "plateaus": 0,
         }
         if not self.field.dimension:  # also: a bad distribution, backend or parameter is an error now, not later
             raise InvalidArgumentError("the parameters have no elements; there is nothing to tune")
@@ -152,6 +154,11 @@ class LineSearch(Optimizer):
     def queries(self) -> int:
         """How often the closure has been evaluated in this run."""
         return int(self._run["queries"])
+
+    @property
+    def plateaus(self) -> int:
+        """How many steps of this run saw the same loss at all their probes."""
+        return int(self._run["plateaus"])
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -241,6 +248,8 @@ class LineSearch(Optimizer):
             raise
         if not taken:
             self._complain(done)
+        elif done.is_flat:
+            self._advise()
         return objective.like_closure(done.loss)
 
     def relive(self, record: StepRecord) -> None:
@@ -284,7 +293,9 @@ class LineSearch(Optimizer):
         """A step is over."""
         run = self._run
         nonfinite = run["nonfinite"] if record.raised else 0 if record.taken else run["nonfinite"] + 1
-        self._run = {**run, "step": record.step + 1, "queries": record.queries, "nonfinite": nonfinite}
+        plateaus = run["plateaus"] + record.is_flat
+        counters = {"queries": record.queries, "nonfinite": nonfinite, "plateaus": plateaus}
+        self._run = {**run, "step": record.step + 1, **counters}
         if not record.raised:
             self.last_step = record
         if record.taken and memories:
@@ -306,11 +317,19 @@ class LineSearch(Optimizer):
             )
         if not self._warned:
             self._warned = True
-            warnings.warn(
-                f"Step not taken; {what}. "
-                f"This is the only warning; {self.max_nonfinite} in a row end the run. {advice}",
-                RuntimeWarning,
-                stacklevel=_callers_level(),
+            warn(
+                f"Step not taken; {what}. This is the only warning; {self.max_nonfinite} in a row end the run. {advice}"
+            )
+
+    def _advise(self) -> None:
+        """Warns once where most steps see no difference at all."""
+        flat, steps = self.plateaus, self._run["step"]
+        if flat >= MANY_PLATEAUS and 2 * flat > steps and not self._warned_of_plateaus:
+            self._warned_of_plateaus = True
+            warn(
+                f"{flat} of {steps} steps saw the same loss at all their probes: the objective is flat at this "
+                "distance. Probe further away (rho, or the lr of STP), make the batch larger, or tune by a loss that "
+                "changes with every weight, such as the cross entropy. This is the only warning; `plateaus` counts on."
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -322,7 +341,7 @@ class LineSearch(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         groups = state_dict.get("param_groups", []) if isinstance(state_dict, dict) else []
         run = groups[0].get("run") if groups else None
-        if not isinstance(run, dict) or not self._run.keys() <= run.keys():
+        if not isinstance(run, dict) or not self._run.keys() - {"plateaus"} <= run.keys():
             raise InvalidArgumentError(f"this is not the state_dict of a {type(self).__name__} made by forwardtune")
         if run["method"] != type(self).__name__:
             raise InvalidArgumentError(
@@ -342,6 +361,7 @@ class LineSearch(Optimizer):
         for group in groups:
             self.check(group)
         super().load_state_dict(state_dict)
+        self._run = {"plateaus": 0, **self._run}  # states of older releases have no count
 
     def __getstate__(self) -> dict[str, Any]:
         ours = ("backend", "max_nonfinite", "last_step")
@@ -370,12 +390,3 @@ def _elements(group: Mapping[str, Any]) -> int:
     if all(isinstance(p, torch.Tensor) for p in params):
         return sum(p.numel() for p in params)
     return int(group.get("elements", -1))
-
-
-def _callers_level() -> int:
-    """The `stacklevel` of the first frame outside torch and this package."""
-    frame: FrameType | None = sys._getframe(1)
-    level = 1
-    while frame and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "forwardtune"):
-        frame, level = frame.f_back, level + 1
-    return level

@@ -62,6 +62,12 @@ class StepRecord:
         loss = _loss_near_zero(lines) if taken else _last_loss(lines)
         return cls(step, tuple(lines), loss, queries, taken, raised)
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether every probe saw the same loss, so that no direction can be told from its opposite."""
+        losses = [loss for groups in self.lines for loss in groups[0].losses]
+        return self.taken and len(losses) > 1 and len(set(losses)) == 1
+
     def stand(self) -> dict[int, tuple[float, ...]]:
         """Where the weights stand after the step: along each direction, one offset for each group."""
         if not self.taken:

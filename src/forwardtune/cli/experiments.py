@@ -24,7 +24,7 @@ from forwardtune.experiments.comparison import compare as compare_all
 from forwardtune.experiments.plan import Run
 from forwardtune.experiments.report.tables import tables
 from forwardtune.experiments.runner import execute
-from forwardtune.experiments.scoring import Scores, score
+from forwardtune.experiments.scoring import Scores, metric_of, score
 from forwardtune.experiments.spec import Spec
 from forwardtune.experiments.store import Store, write_text
 from forwardtune.experiments.summary import number, sentence
@@ -118,7 +118,7 @@ def run(
         reason = f" ({result['reason']})" if result["reason"] else ""
         console.print(
             f"{result['title']}: {result['status']}{reason} after {result['queries']:,} queries, training loss {loss}, "
-            f"test accuracy {final['accuracy']:.1%}\nresult: {store.runs / one.id}.json",
+            f"test {metric_of(result)} {final[metric_of(result)]:.1%}\nresult: {store.runs / one.id}.json",
             markup=False,
         )
 

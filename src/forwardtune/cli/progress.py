@@ -23,6 +23,7 @@ from rich.progress import (
 
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments.runner import Event
+from forwardtune.experiments.scoring import metric_of
 
 
 class Listener:
@@ -144,7 +145,8 @@ class Live(Quiet):
             text, style = f"diverged: {result['reason']}", "yellow"
         else:
             final = result["final"]
-            text, style = f"training loss {final['train_loss']:.3g}, test accuracy {final['accuracy']:.1%}", ""
+            metric = metric_of(result)
+            text, style = f"training loss {final['train_loss']:.3g}, test {metric} {final[metric]:.1%}", ""
         self.console.print(f"{result['title']}: {text}", markup=False, style=style)
 
     def _task(self, number: TaskID) -> Task:
@@ -179,7 +181,7 @@ class TensorBoard(Listener):
             name = event["title"].replace(" ", "_").replace("\N{PRIME}", "")
             self.writers[event["run"]] = self.make(str(self.folder / f"{name}_{event['run'][:6]}"))
         elif event["event"] == "look":
-            for tag in ("train_loss", "test_loss", "accuracy"):
+            for tag in event.keys() - {"event", "run", "step", "queries", "seconds"}:
                 if event[tag] is not None:
                     self.writers[event["run"]].add_scalar(tag, event[tag], event["queries"])
         elif event["event"] == "done" and event["run"] in self.writers:

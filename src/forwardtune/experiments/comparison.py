@@ -23,6 +23,7 @@ import torch
 from forwardtune.errors import ExperimentError, ForwardTuneError
 from forwardtune.experiments.plan import Run, plan
 from forwardtune.experiments.runner import Event, Tell, base_of, execute
+from forwardtune.experiments.scoring import chosen_rates
 from forwardtune.experiments.spec import Spec, steps
 from forwardtune.experiments.store import Store, write_text
 from forwardtune.experiments.workloads import Sources, digest, prepare
@@ -56,26 +57,33 @@ def compare(spec: Spec, store: Store, sources: Sources, machine: Machine, tell: 
     `tell` hears of everything: ``plan``, ``base``, ``start``, ``progress``, ``look``, ``note`` and ``done``.
     """
     with store.lock():
-        runs = plan(spec)
-        queries = {run.id: _queries(run, sources, machine) for run in runs}
-        left = check_finished(runs, store, sources, machine)
-        workloads = list(dict.fromkeys(run.workload for run in left))
-        for workload in workloads:  # what is missing is noticed before anything is done
-            prepare(workload, sources, machine.device).check()
-        for note in dict.fromkeys(prepare(w, sources, machine.device).images.note for w in spec.workloads):
-            if note:
-                tell({"event": "note", "text": note})
-        write_text(store.spec_file, spec.text)
-        counts = {"runs": len(runs), "finished": len(runs) - len(left)}
-        tell({"event": "plan", "spec": spec.name, **counts, "queries": sum(queries[run.id] for run in left)})
-        threads = torch.get_num_threads()
-        torch.set_num_threads(machine.workers * machine.threads)
-        for workload in workloads:
-            tell({"event": "base", "workload": workload.name, "weights": workload.weights})
-            _check_base(base_of(prepare(workload, sources, machine.device), store), runs, store)
-        torch.set_num_threads(threads)
-        if left:
-            _Crew(store, sources, machine, tell).work(left)
+        chosen: dict[str, float] = {}
+        while True:
+            _compare(spec, plan(spec, chosen), store, sources, machine, tell)
+            if chosen == (chosen := chosen_rates(spec, store)):
+                return
+
+
+def _compare(spec: Spec, runs: Sequence[Run], store: Store, sources: Sources, machine: Machine, tell: Tell) -> None:
+    queries = {run.id: _queries(run, sources, machine) for run in runs}
+    left = check_finished(runs, store, sources, machine)
+    workloads = list(dict.fromkeys(run.workload for run in left))
+    for workload in workloads:  # what is missing is noticed before anything is done
+        prepare(workload, sources, machine.device).check()
+    for note in dict.fromkeys(prepare(w, sources, machine.device).note for w in spec.workloads):
+        if note:
+            tell({"event": "note", "text": note})
+    write_text(store.spec_file, spec.text)
+    counts = {"runs": len(runs), "finished": len(runs) - len(left)}
+    tell({"event": "plan", "spec": spec.name, **counts, "queries": sum(queries[run.id] for run in left)})
+    threads = torch.get_num_threads()
+    torch.set_num_threads(machine.workers * machine.threads)
+    for workload in workloads:
+        tell({"event": "base", "workload": workload.name, "weights": workload.weights})
+        _check_base(base_of(prepare(workload, sources, machine.device), store), runs, store)
+    torch.set_num_threads(threads)
+    if left:
+        _Crew(store, sources, machine, tell).work(left)
 
 
 def _queries(run: Run, sources: Sources, machine: Machine) -> int:

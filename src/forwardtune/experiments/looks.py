@@ -47,7 +47,7 @@ class Looks:
         return float(list(self.at.values())[-1]["seconds"]) if self.at else 0.0
 
     def add(self, step: int, queries: int, seconds: float, evaluation: Evaluation) -> Look:
-        found = {name: value if math.isfinite(value) else None for name, value in evaluation._asdict().items()}
+        found = {name: value if math.isfinite(value) else None for name, value in evaluation.items()}
         look: Look = {"step": step, "queries": queries, "seconds": seconds, **found}
         try:
             with open(self.file, "a", encoding="utf-8") as file:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import Any
@@ -49,17 +49,27 @@ class Run:
         return f"{self.workload.name} {self.method.title} lr {self.lr:g} seed {self.seed}"
 
 
-def plan(spec: Spec) -> tuple[Run, ...]:
-    """Every run of the comparison, workload by workload."""
-    return tuple(_runs(spec))
+def plan(spec: Spec, chosen: Mapping[str, float] | None = None) -> tuple[Run, ...]:
+    """Every run of the comparison, workload by workload.
+
+    Where all rates come from one workload, the others have runs only for methods whose rate is `chosen`, by label.
+    """
+    return tuple(_runs(spec, chosen or {}))
 
 
-def _runs(spec: Spec) -> Iterator[Run]:
+def _runs(spec: Spec, chosen: Mapping[str, float]) -> Iterator[Run]:
     for workload in spec.workloads:
         for seed in workload.seeds:
             for method in spec.methods:
-                for lr in method.lr:
+                for lr in rates(spec, workload, method, chosen):
                     yield Run(workload, method, lr, seed, spec.decay)
+
+
+def rates(spec: Spec, workload: Workload, method: Method, chosen: Mapping[str, float]) -> tuple[float, ...]:
+    """Those at which a method is run on a workload."""
+    if spec.rates_from in ("", workload.name):
+        return method.lr
+    return (chosen[method.label],) if method.label in chosen else ()
 
 
 def brief(entry: Any, without: Collection[str] = ()) -> dict[str, Any]:

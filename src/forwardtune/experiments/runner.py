@@ -26,7 +26,7 @@ from forwardtune.experiments.looks import Looks
 from forwardtune.experiments.plan import Run
 from forwardtune.experiments.spec import steps
 from forwardtune.experiments.store import Store
-from forwardtune.experiments.workloads import Evaluation, Sources, Task, digest, prepare
+from forwardtune.experiments.workloads import Sources, Task, digest, prepare
 from forwardtune.optimizer import LineSearch
 
 Event = dict[str, Any]
@@ -46,7 +46,7 @@ def execute(run: Run, store: Store, sources: Sources, *, device: str = "cpu", te
     if done is None:
         task = prepare(run.workload, sources, device)
         with torch.random.fork_rng(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Step not taken", RuntimeWarning)
+            warnings.filterwarnings("ignore", "Step not taken|.* steps saw the same loss", RuntimeWarning)
             done = _Progress(run, store, task, tell).finish()
         store.save(done)
     tell({"event": "done", "run": run.id, "result": done})
@@ -197,7 +197,7 @@ class _Progress:
     def _diverged(self) -> str:
         """Why the run is to be given up, judging by its last look."""
         first, *_, last = [self.looks.at[0], *self.looks.at.values()]
-        limit = DIVERGED * max(first["train_loss"] or 0.0, math.log(self.task.images.classes))
+        limit = DIVERGED * max(first["train_loss"] or 0.0, self.task.guessing)
         if last["train_loss"] is None or last["train_loss"] > limit:
             loss = "not finite" if last["train_loss"] is None else f"{last['train_loss']:.3g}, above {limit:.3g}"
             return f"the training loss is {loss}, at {last['queries']:,} queries"
@@ -206,6 +206,7 @@ class _Progress:
     def _result(self, optimizer: LineSearch, model: nn.Module, reason: str) -> Event:
         looks, device = self.looks, self.task.device
         last = list(looks.at.values())[-1]
+        measured = ("train_loss", "test_loss", *self.task.metrics)
         return {
             "id": self.run.id,
             "title": self.run.title,
@@ -213,9 +214,11 @@ class _Progress:
             "status": "diverged" if reason else "finished",
             "reason": reason,
             "queries": optimizer.queries,
-            "final": {name: last[name] for name in Evaluation._fields},
-            "curve": {name: looks.column(name) for name in ("queries", *Evaluation._fields)},
+            "metrics": list(self.task.metrics),
+            "final": {name: last[name] for name in measured},
+            "curve": {name: looks.column(name) for name in ("queries", *measured)},
             "trace": self._trace(model),
+            "plateaus": optimizer.plateaus,
             "weights": optimizer.field.dimension,
             "data": self.task.data,
             "base": {"id": self.base.stem, "digest": digest(self.base)},

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean, stdev
 from typing import Any
 
 from forwardtune.experiments.intervals import Interval, Paired, bootstrap, bootstrap_mean, paired
-from forwardtune.experiments.plan import plan
+from forwardtune.experiments.plan import plan, rates
 from forwardtune.experiments.spec import Method, Spec, Workload
 from forwardtune.experiments.store import Store
 
@@ -61,8 +61,8 @@ class RateScore:
 
     @property
     def accuracies(self) -> list[float]:
-        """Final test accuracy by seed."""
-        return [result["final"]["accuracy"] for result in self.found]
+        """Final test accuracy by seed, or another metric of the workload."""
+        return [result["final"][metric_of(result)] for result in self.found]
 
     @property
     def rank(self) -> tuple[float, int, float, float]:
@@ -82,6 +82,10 @@ class MethodScore:
     def best(self) -> RateScore | None:
         """The rate that it is judged by; None until all seeds of some rate are there."""
         return min((rate for rate in self.rates if rate.is_complete), key=lambda rate: rate.rank, default=None)
+
+    @property
+    def is_complete(self) -> bool:
+        return all(rate.is_complete for rate in self.rates)
 
     @property
     def at_edge(self) -> bool:
@@ -142,6 +146,11 @@ def _ratio(ours: Sequence[Result], theirs: Sequence[Result]) -> tuple[float, str
     return 0.0, "the other method's final loss was not reached"
 
 
+def metric_of(result: Result) -> str:
+    """What methods are compared by on the result's test set."""
+    return str(result["metrics"][0]) if "metrics" in result else "accuracy"
+
+
 def mean_curve(results: Sequence[Result]) -> list[float]:
     """Smoothed training loss, the mean over seeds, as far as all of them go."""
     return [fmean(losses) for losses in zip(*map(smoothed, results), strict=False)]
@@ -190,6 +199,11 @@ class WorkloadScore:
         return [result for score in self.methods for rate in score.rates for result in rate.found]
 
     @property
+    def metric(self) -> str:
+        """What methods are compared by on the test set."""
+        return next(map(metric_of, self.results), "accuracy")
+
+    @property
     def contests(self) -> list[Contest]:
         """The first method of the spec against each of the others."""
         found = (contest(self.methods[0], other) for other in self.methods[1:])
@@ -211,14 +225,31 @@ class Scores:
     def results(self) -> list[Result]:
         return [result for workload in self.workloads for result in workload.results]
 
+    @property
+    def metric(self) -> str:
+        """What the workloads' metrics are called together."""
+        found = list(dict.fromkeys(workload.metric for workload in self.workloads))
+        return " or ".join(found)
+
+
+def chosen_rates(spec: Spec, store: Store) -> dict[str, float]:
+    """The best rates of the workload that the others take theirs from, by method; of none whose runs are missing."""
+    if not spec.rates_from:
+        return {}
+    alone = replace(spec, workloads=(spec.workload(spec.rates_from),), rates_from="")
+    scored = score(alone, store).workloads[0]
+    return {found.method.label: found.best.lr for found in scored.methods if found.best and found.is_complete}
+
 
 def score(spec: Spec, store: Store) -> Scores:
     """What the store has of a comparison; of one that is not finished, the seeds that are."""
-    found = {run: store.result(run.id) for run in plan(spec)}
+    chosen = chosen_rates(spec, store)
+    found = {run: store.result(run.id) for run in plan(spec, chosen)}
     by_place = {(r.workload.name, r.method.label, r.lr, r.seed): result for r, result in found.items()}
     workloads = []
     for workload in spec.workloads:
-        places = [(workload.name, method.label, lr) for method in spec.methods for lr in method.lr]
+        grid = {method.label: rates(spec, workload, method, chosen) for method in spec.methods}
+        places = [(workload.name, method.label, lr) for method in spec.methods for lr in grid[method.label]]
         absent = {seed: sum(by_place[*place, seed] is None for place in places) for seed in workload.seeds}
         seeds = [seed for seed in workload.seeds if not absent[seed]] or workload.seeds
         scores = tuple(
@@ -226,10 +257,11 @@ def score(spec: Spec, store: Store) -> Scores:
                 method,
                 tuple(
                     RateScore(lr, tuple(by_place[workload.name, method.label, lr, seed] for seed in seeds))
-                    for lr in method.lr
+                    for lr in grid[method.label]
                 ),
             )
             for method in spec.methods
         )
-        workloads.append(WorkloadScore(workload, scores, sum(absent.values())))
+        undecided = sum(not grid[method.label] for method in spec.methods) * len(workload.seeds)
+        workloads.append(WorkloadScore(workload, scores, sum(absent.values()) + undecided))
     return Scores(spec, tuple(workloads))

@@ -17,15 +17,20 @@ from typing import Any
 
 import torch
 
-from forwardtune import methods
 from forwardtune.arguments import Params
 from forwardtune.errors import ExperimentError, ForwardTuneError
 from forwardtune.experiments.toml_tables import build, one_of, value
+from forwardtune.methods import METHODS
 from forwardtune.optimizer import LineSearch
 
-METHODS: dict[str, type[LineSearch]] = {name: getattr(methods, name) for name in methods.__all__}
-DATA = ("digits", "mnist", "cifar10")
+IMAGES = ("digits", "mnist", "cifar10")
+TEXTS = ("sst2", "mrpc", "qnli", "rte", "stsb", "files")
 NETWORKS = ("cnn", "densenet121", "resnet18", "vgg11", "vit_b_16")
+TRANSFORMER = "transformer"
+SETUPS = ("prompt", "similarity", "head")
+ADAPTERS = ("none", "lora", "prefix", "prompt", "ia3")
+OBJECTIVES = ("loss", "accuracy", "f1")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 DECAYS = ("cosine", "linear", "none")
 
 
@@ -48,7 +53,7 @@ class Pretrain:
     head: str = "new"
 
     def __post_init__(self) -> None:
-        one_of("data", self.data, DATA)
+        one_of("data", self.data, IMAGES)
         one_of("head", self.head, ("new", "keep"))
         _at_least(1, steps=self.steps, batch=self.batch)
         _above_zero(lr=self.lr)
@@ -59,11 +64,20 @@ class Workload:
     """What is tuned on what, how often it is looked at, and how long.
 
     weights: ``"random"``, ``"torchvision"`` or a file (.safetensors, .pth) in the spec's or the data's folder; all but
-        the head is taken from it.
+        the head is taken from it. Of a transformer: its folder there, ``"package:NAME/FOLDER"`` for one inside an
+        installed package, or, with a download, a hub's name.
     pretrain: what is done to them before the runs begin.
     queries, epochs: the budget of a run; an epoch is one of a method with two evaluations a step.
     evaluations: how often, at equal distances, the weights are looked at, beside at the start.
     train_examples, test_examples: on how many fixed examples of either set; 0 means all.
+
+    Of texts only:
+    setup: how they are put to the model, ``"prompt"``, ``"similarity"`` or ``"head"``; by default what it can.
+    adapter: ``"lora"``, ``"prefix"``, ``"prompt"`` or ``"ia3"`` is tuned in the place of the model's own weights.
+    objective: ``"loss"``, or ``"accuracy"`` or ``"f1"``, which have no gradient, of the batch.
+    template, words: the question and its answers, for a task whose own are not wanted.
+    max_length: tokens of an example at most.
+    train, test, text, label: of ``data = "files"``: tables (.csv, .tsv, .jsonl), and the names of their columns.
     """
 
     name: str
@@ -78,10 +92,22 @@ class Workload:
     evaluations: int = 40
     train_examples: int = 0
     test_examples: int = 0
+    setup: str = ""
+    adapter: str = "none"
+    objective: str = "loss"
+    template: str = ""
+    words: tuple[str, ...] = ()
+    max_length: int = 128
+    dtype: str = "float32"
+    train: str = ""
+    test: str = ""
+    text: tuple[str, ...] = ()
+    label: str = ""
 
     def __post_init__(self) -> None:
-        one_of("data", self.data, DATA)
-        one_of("network", self.network, NETWORKS)
+        one_of("data", self.data, (*IMAGES, *TEXTS))
+        one_of("network", self.network, NETWORKS if self.data in IMAGES else (TRANSFORMER,))
+        self._check_texts()
         _is_name("name", self.name)
         if self.batch == 1 and self.network in ("densenet121", "resnet18"):
             raise ExperimentError(
@@ -95,6 +121,34 @@ class Workload:
         _at_least(0, train_examples=self.train_examples, test_examples=self.test_examples)
         if len(set(self.seeds)) < len(self.seeds) or not all(0 <= seed < 2**63 for seed in self.seeds):
             raise ExperimentError(f"seeds must be different whole numbers from 0 to 2^63, not {list(self.seeds)}")
+
+    def _check_texts(self) -> None:
+        defaults = {field.name: field.default for field in fields(self)}
+        files = ("train", "test", "text", "label")
+        unused: tuple[str, ...] = () if self.data == "files" else files
+        if self.data in IMAGES:
+            unused = (*files, "setup", "adapter", "objective", "template", "words", "max_length", "dtype")
+        for name in unused:
+            if getattr(self, name) != defaults[name]:
+                raise ExperimentError(f"{name} has no meaning for {self.data}; leave it out")
+        if self.data in IMAGES:
+            return
+        if self.pretrain:
+            raise ExperimentError("pretrain has no meaning for texts; start from the weights of a model")
+        if self.data == "files":
+            for name in ("train", "text", "label"):
+                if not getattr(self, name):
+                    raise ExperimentError(f"texts from files need {name!r}; give it")
+            if len(self.text) > 2:
+                raise ExperimentError(f"an example has one text or two, not {len(self.text)}")
+        if self.setup:
+            one_of("setup", self.setup, SETUPS)
+        one_of("adapter", self.adapter, ADAPTERS)
+        one_of("objective", self.objective, OBJECTIVES)
+        one_of("dtype", self.dtype, DTYPES)
+        if self.objective != "loss" and self.data == "stsb":
+            raise ExperimentError(f"stsb asks for scores, which have no {self.objective}; tune by the loss")
+        _at_least(8, max_length=self.max_length)
 
     def budget(self, examples: int) -> int:
         """Forward passes a run may use, given the size of the training set."""
@@ -144,7 +198,10 @@ class Method:
 
 @dataclass(frozen=True)
 class Spec:
-    """A comparison: every method with every rate and seed on every workload, at equal queries."""
+    """A comparison: every method with every rate and seed on every workload, at equal queries.
+
+    rates_from: a workload; the others are run only at the rates that were best there.
+    """
 
     name: str
     title: str
@@ -154,6 +211,7 @@ class Spec:
     decay: str
     folder: Path
     text: str
+    rates_from: str = ""
 
     def workload(self, name: str) -> Workload:
         one_of("workload", name, [workload.name for workload in self.workloads])
@@ -176,9 +234,10 @@ class _File:
     distribution: str = "normal"
     rho: float = 1e-3
     directions: int = 1
+    rates_from: str = ""
 
 
-COMMON = {field.name for field in fields(Workload)} - {"name", "data", "network", "weights", "pretrain"}
+COMMON = {field.name for field in fields(Workload)} - {"name", "data", "pretrain"}
 
 
 def read(path: Path | str) -> Spec:
@@ -211,7 +270,11 @@ def parse(text: str, name: str, folder: Path) -> Spec:
         if double:
             key = "a name" if what == "workloads" else "a label"
             raise ExperimentError(f"two {what} are called {min(double)!r}; give each {key} of its own")
-    spec = Spec(name, top.title, top.description.strip(), workloads, tuple(entries), top.decay, folder, text)
+    spec = Spec(
+        name, top.title, top.description.strip(), workloads, tuple(entries), top.decay, folder, text, top.rates_from
+    )
+    if spec.rates_from:
+        spec.workload(spec.rates_from)
     for workload in workloads:
         if workload.queries:
             for method in entries:

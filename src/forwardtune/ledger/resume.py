@@ -103,6 +103,45 @@ def resume(
     return optimizer, run.end
 
 
+def rejoin(optimizer: LineSearch, model: Model, ledger: str | os.PathLike[str]) -> None:
+    """Has an optimizer that was taken up from a checkpoint of its own go on with the ledger of its run.
+
+    What the file holds beyond the optimizer's step is dropped, since the run is about to make those steps again. The
+    file must be of this run: its steps lead to the optimizer's memory and counters.
+    """
+    path, step = check_file(ledger), optimizer.param_groups[0]["run"]["step"]
+    store = Store(path, "timed")
+    try:
+        contents = store.contents()
+        run = LiveRun(contents, read_slots(path, contents.identity))
+        if not run.header.step <= step <= run.end:
+            raise LedgerError(
+                f"{path} holds steps {run.header.step} to {run.end}, and the run goes on from step {step}; give the "
+                "ledger that belongs to the checkpoint, or a new name"
+            )
+        run.end = step
+        run.anchors = [anchor for anchor in run.anchors if anchor.step <= step]
+        again = _optimizer(run.header, named_parameters(model), optimizer.backend)
+        _relive(again, run)
+        if _memory(again) != _memory(optimizer):
+            raise LedgerError(
+                f"{path} is the ledger of another run than the one that goes on; give the one that belongs to the "
+                "checkpoint, or a new name"
+            )
+        store.cut(contents.marks[step - run.header.step])
+        store.use_slot(run.slot)
+        store.fsync = run.header.fsync
+        optimizer.recorder = Ledger._resumed(path, model, run.header.checkpoint_every, store, run, optimizer)
+    except BaseException:
+        store.close()
+        raise
+
+
+def _memory(optimizer: LineSearch) -> list[Any]:
+    """What the steps so far have left in an optimizer."""
+    return [(group["run"], group["memory"]) for group in optimizer.param_groups]
+
+
 def _sound(path: Path, store: Store, repair: bool) -> LiveRun:
     """The run, its file ending where the next step will be written."""
     contents = store.contents()

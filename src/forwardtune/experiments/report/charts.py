@@ -50,9 +50,10 @@ class Chart:
 
 def charts(score: WorkloadScore) -> list[Chart]:
     """Every chart of a workload that has something to show."""
+    metric = score.metric
     found = [
         _curves(score, "loss", "Training loss", "train_loss", log=True),
-        _curves(score, "accuracy", "Test accuracy", "accuracy", scale=100, unit=" (%)"),
+        _curves(score, "accuracy", f"Test {metric}", metric, scale=100, unit=" (%)"),
         _sensitivity(score),
         _traces(score, "gamma", "Slope measured", "|gamma|"),
         _traces(score, "sigma", "Spread of recent slopes", "sigma"),

@@ -19,6 +19,7 @@ from forwardtune.experiments.scoring import (
     WorkloadScore,
     acceleration,
     accuracy,
+    metric_of,
 )
 from forwardtune.experiments.summary import number
 
@@ -92,9 +93,9 @@ def _accuracy(scores: Scores) -> Table:
     return _by_workload(
         scores,
         "accuracy",
-        "Test accuracy (%)",
+        f"Test {scores.metric} (%)",
         "Mean ± standard deviation over seeds, each method at the rate with the lowest mean final training loss. A run "
-        "that diverged counts with the accuracy at which it was given up.",
+        f"that diverged counts with the {scores.metric} at which it was given up.",
         cell,
     )
 
@@ -157,14 +158,14 @@ def _contests(scores: Scores) -> Table:
         for found in workload.contests:
             names = found.a.method.title, found.b.method.title
             rows.append((workload.workload.name, f"{names[0]} - {names[1]}", *_contest_cells(found)))
-            for of, pair in (("training loss", found.loss), ("test accuracy", found.accuracy)):
+            for of, pair in (("training loss", found.loss), (f"test {workload.metric}", found.accuracy)):
                 record = {"workload": workload.workload.name, "a": names[0], "b": names[1], "of": of}
                 numbers = {"mean": pair.mean, **_ends(pair.interval), "clear": pair.is_clear} if pair else {}
                 records.append({**record, "mean": None, "low": None, "high": None, "clear": None, **numbers})
     return Table(
         "differences",
         "Differences, seed by seed",
-        ("workload", "a - b", "training loss", "", "test accuracy (points)", ""),
+        ("workload", "a - b", "training loss", "", f"test {scores.metric} (points)", ""),
         tuple(rows),
         tuple(records),
         "The methods share seeds, and with them batches and directions, so they are compared seed by seed: mean "
@@ -224,7 +225,7 @@ def _rates(scores: Scores) -> Table:
     return Table(
         "rates",
         "Every rate",
-        ("workload", "method", "lr", "training loss", "±", "accuracy (%)", "diverged", ""),
+        ("workload", "method", "lr", "training loss", "±", f"{scores.metric} (%)", "diverged", ""),
         tuple(rows),
         tuple(records),
         "Means over seeds.",
@@ -268,7 +269,7 @@ def runs_table(workloads: Sequence[WorkloadScore]) -> Table:
         "outcome",
         "queries",
         "training loss",
-        "accuracy (%)",
+        "score (%)",
         "seconds",
         "threads",
         "peak MB",
@@ -289,6 +290,8 @@ def _run_record(workload: WorkloadScore, score: MethodScore, result: Any) -> dic
         "reason": result["reason"],
         "queries": result["queries"],
         **result["final"],
+        "metric": metric_of(result),
+        "plateaus": result.get("plateaus", 0),
         "seconds": here["seconds"],
         "peak_memory": here["peak_memory"],
         "sessions": here["sessions"],
@@ -317,7 +320,7 @@ def _run_cells(record: dict[str, Any]) -> tuple[str, ...]:
         outcome,
         f"{record['queries']:,}",
         loss,
-        f"{100 * record['accuracy']:.1f}",
+        f"{100 * record[record['metric']]:.1f}",
         f"{record['seconds']:.1f}",
         str(record["threads"]),
         f"{record['peak_memory'] / 1e6:,.0f}",

@@ -1,5 +1,20 @@
 """What runs are made on: data, networks, base weights, and how well a network does."""
 
-from forwardtune.experiments.workloads.task import Evaluation, Sources, Task, digest, prepare
+from functools import lru_cache
+
+from forwardtune.experiments.spec import IMAGES, Workload
+from forwardtune.experiments.workloads.image_task import ImageTask
+from forwardtune.experiments.workloads.sources import Sources, digest
+from forwardtune.experiments.workloads.task import Evaluation, Task
 
 __all__ = ["Evaluation", "Sources", "Task", "digest", "prepare"]
+
+
+@lru_cache(maxsize=2)
+def prepare(workload: Workload, sources: Sources, device: str) -> Task:
+    """The workload with its data in memory."""
+    if workload.data in IMAGES:
+        return ImageTask(workload, sources, device)
+    from forwardtune.experiments.workloads.text_task import TextTask  # imports transformers, which takes seconds
+
+    return TextTask(workload, sources, device)

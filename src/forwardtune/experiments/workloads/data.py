@@ -181,7 +181,7 @@ def _checked(images: Images, folder: Path) -> Images:
 
 
 def _download(name: str, folder: Path) -> None:
-    from forwardtune.experiments.workloads.vision import torchvision
+    from forwardtune.integrations.torchvision import torchvision
 
     kind: Callable[..., Any] = {"mnist": torchvision().datasets.MNIST, "cifar10": torchvision().datasets.CIFAR10}[name]
     try:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments.workloads.data import Images
-from forwardtune.experiments.workloads.vision import torchvision
+from forwardtune.integrations.torchvision import torchvision
 
 SIZE = 32
 HEADS = {

@@ -1,0 +1,161 @@
+"""Transformers from a folder or a hub, whole or with peft's adapters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from forwardtune.errors import ExperimentError, InvalidArgumentError
+from forwardtune.experiments.workloads.language.setups import Head, Prompt, Setup, Similarity
+from forwardtune.integrations.huggingface.footprint import check_fits
+from forwardtune.integrations.torchvision import make_importable
+
+make_importable()
+import transformers  # noqa: E402
+
+SETUPS = ("prompt", "similarity", "head")
+ADAPTERS = ("none", "lora", "prefix", "prompt", "ia3")
+VIRTUAL_TOKENS = 8
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+class Language:
+    """A model that is on disk: what it is, its tokenizer, and how it is built for a task."""
+
+    def __init__(self, place: Path | str, setup: str, adapter: str = "none", dtype: str = "float32") -> None:
+        self.place, self.adapter, self.dtype = str(place), adapter, DTYPES[dtype]
+        with self._errors("config"), quiet():
+            self.config = transformers.AutoConfig.from_pretrained(self.place)
+        self.kind = self._kind()
+        self.setup_name = setup or ("similarity" if self.kind == "encoder" else "prompt")
+        if self.setup_name == "prompt" and self.kind == "encoder":
+            raise ExperimentError(
+                f"{self.place} ({self._architecture}) cannot go on with a text: it has no head for words; use the "
+                'setup "similarity" or "head"'
+            )
+        if self.setup_name == "similarity" and self.kind == "causal":
+            raise ExperimentError(f'{self.place} goes on with texts and does not embed them; use the setup "prompt"')
+        with self._errors("tokenizer"), quiet():
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.place)
+        if self.setup_name == "head" and self.kind == "causal" and self.tokenizer.pad_token_id is None:
+            raise ExperimentError(
+                f"the tokenizer of {self.place} has no pad token, by which a head finds the end of a text; add one "
+                '(for instance "pad_token": "</s>" in its tokenizer_config.json), or use the setup "prompt"'
+            )
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ExperimentError(f"the {what} of the model {self.place} cannot be loaded: {first}") from None
+
+    @property
+    def _architecture(self) -> str:
+        return str((self.config.architectures or [type(self.config).__name__])[0])
+
+    def _kind(self) -> str:
+        if getattr(self.config, "is_encoder_decoder", False):
+            raise ExperimentError(f"{self.place} is an encoder-decoder; choose a causal model or an encoder")
+        for end in ("ForCausalLM", "LMHeadModel"):
+            if self._architecture.endswith(end):
+                return "causal"
+        return "masked" if self._architecture.endswith(("ForMaskedLM", "ForPreTraining")) else "encoder"
+
+    def setup(self, columns: Sequence[str], template: str, words: Sequence[str], max_length: int) -> Setup:
+        """`words` are the answers; the head has as many, or one where it is to tell a score (no words)."""
+        limit = getattr(self.config, "max_position_embeddings", None) or max_length
+        room = VIRTUAL_TOKENS if self.adapter == "prompt" else 0
+        max_length = min(max_length, limit - room)
+        if self.setup_name == "head":
+            return Head(self.tokenizer, max_length, max(1, len(words)))
+        if self.setup_name == "similarity":
+            return Similarity(self.tokenizer, max_length, columns, template, words)
+        return Prompt(self.tokenizer, max_length, columns, template, words, masked=self.kind == "masked")
+
+    def check_size(self, device: torch.device) -> None:
+        """Refuses a model that is larger than the memory."""
+        if Path(self.place).is_dir():
+            with self._errors("size"):
+                needed = _elements(Path(self.place)) * self.dtype.itemsize
+            try:
+                check_fits(needed, self.place, device)
+            except InvalidArgumentError as error:
+                raise ExperimentError(str(error)) from None
+
+    def build(self, answers: int) -> tuple[nn.Module, list[str]]:
+        """The model, and the names of its weights that are not in the files; those are drawn from torch's generator."""
+        kinds = {"causal": transformers.AutoModelForCausalLM, "masked": transformers.AutoModelForMaskedLM}
+        kind: Any = kinds.get(self.kind, transformers.AutoModel)
+        more: dict[str, Any] = {}
+        if self.setup_name == "similarity":
+            kind = transformers.AutoModel
+        if self.setup_name == "head":
+            kind, more = transformers.AutoModelForSequenceClassification, {"num_labels": answers}
+        with self._errors("weights"), quiet():
+            model, info = kind.from_pretrained(self.place, dtype=self.dtype, output_loading_info=True, **more)
+        if self.setup_name == "head" and model.config.pad_token_id is None:
+            model.config.pad_token_id = self.tokenizer.pad_token_id
+        model.eval()
+        new = sorted(info["missing_keys"])
+        if self.adapter != "none":
+            model = adapt(model, self.adapter, {"prompt": "CAUSAL_LM", "head": "SEQ_CLS"}.get(self.setup_name))
+            new = [name for name, p in model.named_parameters() if p.requires_grad]
+        return model, new
+
+
+def adapt(model: nn.Module, adapter: str, task: str | None) -> nn.Module:
+    """A model whose own weights are frozen, with a small adapter that is tuned in their place."""
+    try:
+        import peft
+    except ImportError:
+        raise ExperimentError(f"{adapter} needs peft; install it: pip install peft") from None
+    if task == "CAUSAL_LM" and "ForMaskedLM" in type(model).__name__:
+        task = "FEATURE_EXTRACTION"
+    tokens: dict[str, Any] = {"num_virtual_tokens": VIRTUAL_TOKENS, "task_type": task or "FEATURE_EXTRACTION"}
+    made: dict[str, Any] = {
+        "lora": lambda: peft.LoraConfig(r=8, lora_alpha=16, task_type=task),
+        "ia3": lambda: peft.IA3Config(task_type=task),
+        "prefix": lambda: peft.PrefixTuningConfig(**tokens),
+        "prompt": lambda: peft.PromptTuningConfig(**tokens),
+    }
+    try:
+        adapted: Any = peft.get_peft_model(model, made[adapter]())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ExperimentError(f"peft cannot put {adapter} on {type(model).__name__}: {error}") from None
+    adapted.eval()
+    return adapted  # type: ignore[no-any-return]
+
+
+def _elements(folder: Path) -> int:
+    """How many weights the files of a model hold."""
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as content:
+            total += sum(math.prod(content.get_slice(name).get_shape()) for name in content.keys())  # noqa: SIM118
+    return total or sum(file.stat().st_size for file in folder.glob("*.bin")) // 4
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers without its bars and advice, which do not fit here."""
+    from transformers.utils import logging as module
+
+    logging: Any = module
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

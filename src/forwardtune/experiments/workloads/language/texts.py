@@ -1,0 +1,158 @@
+"""Labelled texts, from tables in files."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forwardtune.errors import ExperimentError
+
+MANY = 100
+"""So many different labels are probably not labels."""
+
+Text = tuple[str, ...]
+"""One example: a text, or two."""
+Row = tuple[str, dict[str, Any]]
+"""Where it is, for complaints, and its cells by column."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Examples and their labels: numbers of `classes`, or, where there are none, scores from `low` to `high`."""
+
+    columns: tuple[str, ...]
+    classes: tuple[str, ...]
+    train: Sequence[Text]
+    train_y: Tensor
+    test: Sequence[Text]
+    test_y: Tensor
+    low: float = 0.0
+    high: float = 1.0
+    note: str = ""
+
+    @cached_property
+    def digest(self) -> str:
+        content = json.dumps([self.train, self.train_y.tolist(), self.test, self.test_y.tolist(), self.classes])
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    @property
+    def majority(self) -> float | None:
+        """The accuracy of always answering the commonest class of the test set."""
+        return self.test_y.bincount().max().item() / len(self.test_y) if self.classes else None
+
+
+def rows(file: Path) -> list[Row]:
+    """The table in a .csv, .tsv or .jsonl file."""
+    if file.suffix not in (".csv", ".tsv", ".jsonl"):
+        raise ExperimentError(f"{file} is not a table that can be read; it must be .csv, .tsv or .jsonl")
+    try:
+        with open(file, encoding="utf-8-sig", newline="") as content:
+            found = list(_lines(content, file) if file.suffix == ".jsonl" else _cells(content, file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ExperimentError(f"{file} cannot be read ({error})") from None
+    if not found:
+        raise ExperimentError(f"{file} has no examples in it")
+    return found
+
+
+def _cells(content: Any, file: Path) -> Iterator[Row]:
+    style: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if file.suffix == ".tsv" else {}
+    reader = csv.DictReader(content, strict=True, **style)
+    for row in reader:
+        where = f"{file}, line {reader.line_num}"
+        if None in row or None in row.values():
+            raise ExperimentError(f"{where}: the number of cells is not that of the header's columns")
+        yield where, row
+
+
+def _lines(content: Any, file: Path) -> Iterator[Row]:
+    for number, line in enumerate(content, 1):
+        where = f"{file}, line {number}"
+        try:
+            row = json.loads(line) if line.strip() else None
+        except ValueError as error:
+            raise ExperimentError(f"{where} is not JSON ({error})") from None
+        if row is not None and not isinstance(row, dict):
+            raise ExperimentError(f"{where} is not an object with a text and a label")
+        if row is not None:
+            yield where, row
+
+
+def texts_of(found: Sequence[Row], columns: Sequence[str]) -> list[Text]:
+    return [tuple(str(cell(row, column)).strip() for column in columns) for row in found]
+
+
+def cell(row: Row, column: str) -> Any:
+    where, cells = row
+    if column not in cells:
+        raise ExperimentError(f"{where}: there is no column {column!r}, only {', '.join(map(repr, cells))}")
+    return cells[column]
+
+
+def classes_of(found: Sequence[Row], column: str) -> tuple[str, ...]:
+    """The different labels, in order."""
+    classes = sorted({str(cell(row, column)) for row in found})
+    if len(classes) == 1 or len(classes) > MANY:
+        raise ExperimentError(
+            f"the column {column!r} has {len(classes)} different labels (the first is {classes[0]!r}); "
+            f"there must be 2 to {MANY}"
+        )
+    return tuple(classes)
+
+
+def numbers_of(found: Sequence[Row], column: str, classes: Sequence[str]) -> Tensor:
+    """The labels as numbers of classes."""
+    known = {name: number for number, name in enumerate(classes)}
+    for row in found:
+        if str(cell(row, column)) not in known:
+            raise ExperimentError(
+                f"{row[0]}: the label {str(cell(row, column))!r} is none of {', '.join(map(repr, classes))}"
+            )
+    return torch.tensor([known[str(cell(row, column))] for row in found])
+
+
+def scores_of(found: Sequence[Row], column: str, low: float, high: float) -> Tensor:
+    scores = []
+    for row in found:
+        try:
+            score = float(cell(row, column))
+        except (TypeError, ValueError):
+            score = float("nan")
+        if not low <= score <= high:
+            raise ExperimentError(f"{row[0]}: the score {cell(row, column)!r} is not a number from {low:g} to {high:g}")
+        scores.append(score)
+    return torch.tensor(scores)
+
+
+def from_files(train: Path, test: Path | None, columns: tuple[str, ...], label: str) -> Texts:
+    """A user's own classes; without a test file a tenth of the examples, drawn once, is held out."""
+    found = rows(train)
+    classes = classes_of(found, label)
+    note = ""
+    if test is None:
+        order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0)).tolist()
+        held = max(1, len(found) // 10)
+        tests, found = [found[i] for i in sorted(order[:held])], [found[i] for i in sorted(order[held:])]
+        note = f"{held} of the examples in {train.name} are held out to test"
+        if not found:
+            raise ExperimentError(f"{train} has only one example; give more, or a file to test on")
+    else:
+        tests = rows(test)
+    return Texts(
+        columns,
+        classes,
+        texts_of(found, columns),
+        numbers_of(found, label, classes),
+        texts_of(tests, columns),
+        numbers_of(tests, label, classes),
+        note=note,
+    )

@@ -1,0 +1,1 @@
+"""forwardtune inside other people's loops."""

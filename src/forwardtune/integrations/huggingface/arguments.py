@@ -1,0 +1,83 @@
+"""Training arguments: Trainer's, and those of a method; what has no meaning without gradients is refused."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from forwardtune.errors import InvalidArgumentError
+from forwardtune.integrations.torchvision import make_importable
+from forwardtune.methods import METHODS
+from forwardtune.optimizer import LineSearch
+
+make_importable()
+from transformers import TrainingArguments  # noqa: E402
+
+NO_MEANING = {
+    "fp16": "its scaler scales gradients, and there are none; load the model in float16 or use bf16",
+    "gradient_checkpointing": "it saves memory of the backward pass, and there is none",
+    "max_grad_norm": "there are no gradients to clip",
+    "weight_decay": "no method here decays weights",
+    "optim": "the optimizer is chosen by `method`",
+    "optim_args": "the settings of a method are given in `method_args`",
+    "optim_target_modules": "freeze what is not to be tuned, by requires_grad or with peft",
+    "adam_beta1": "there is no Adam here",
+    "adam_beta2": "there is no Adam here",
+    "adam_epsilon": "there is no Adam here",
+    "deepspeed": "it shards gradients and the state of the optimizer, and there are none",
+    "fsdp": "the weights must be whole in every process; those that fit for inference fit here",
+}
+
+
+@dataclass
+class ForwardTrainingArguments(TrainingArguments):
+    """Trainer's arguments, with a method that needs no gradients in the optimizer's place.
+
+    `seed` is also the seed of the noise. `learning_rate` is by default the method's own.
+
+    >>> args = ForwardTrainingArguments("out", method="MeZO", learning_rate=1e-6, max_steps=100)
+    >>> args.method, args.rho
+    ('MeZO', 0.001)
+    """
+
+    learning_rate: float | None = field(  # type: ignore[assignment]
+        default=None, metadata={"help": "The step size; by default the method's own."}
+    )
+    max_grad_norm: float = field(default=0.0, metadata={"help": "Not used: there are no gradients to clip."})
+    method: str = field(default="VS2P", metadata={"help": f"One of {', '.join(METHODS)}."})
+    rho: float = field(default=1e-3, metadata={"help": "How far from the weights the loss is probed."})
+    distribution: str = field(
+        default="rademacher", metadata={"help": "Of the noise: rademacher, normal, uniform or sphere."}
+    )
+    directions: int = field(default=1, metadata={"help": "How many directions a step searches."})
+    method_args: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Other settings of the method, such as {'window': 20}."}
+    )
+    ledger: str | None = field(default=None, metadata={"help": "A file that records the run, to replay it."})
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "method_args"]  # noqa: RUF012
+
+    def __post_init__(self) -> None:
+        defaults = {entry.name: entry.default for entry in fields(self)}
+        for name, reason in NO_MEANING.items():
+            given = getattr(self, name, None)
+            if given and given != defaults[name]:
+                raise InvalidArgumentError(f"{name}={given!r} has no meaning with forward passes only: {reason}")
+        known = {name.lower(): name for name in METHODS}
+        if str(self.method).lower() not in known:
+            raise InvalidArgumentError(f"method {self.method!r} is not known; choose one of {', '.join(METHODS)}")
+        self.method = known[self.method.lower()]
+        if self.learning_rate is None:
+            self.learning_rate = inspect.signature(METHODS[self.method]).parameters["lr"].default
+        super().__post_init__()  # type: ignore[no-untyped-call]
+
+    def optimizer(self, params: Any, **run: Any) -> LineSearch:
+        """The method over some parameters."""
+        kind: Any = METHODS[self.method]
+        settings = dict(self.method_args or {})  # type: ignore[arg-type]  # text was read as JSON by Trainer's arguments
+        if "rho" in inspect.signature(kind).parameters:
+            settings = {"rho": self.rho, **settings}
+        options = {"distribution": self.distribution, "directions": self.directions, "seed": self.seed}
+        made: LineSearch = kind(params, lr=self.learning_rate, **settings, **options, **run)
+        return made

@@ -1,0 +1,125 @@
+"""What a step minimises, over all micro-batches of all processes.
+
+A micro-batch's mean counts as much as it has labels, so the objective does not depend on how the batch was cut.
+Accuracy and F1 are computed from counts that add up, once, over everything; they are maximised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from forwardtune.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from forwardtune.integrations.huggingface.trainer import ForwardTrainer
+
+Batch = Mapping[str, Any]
+Own = Callable[[nn.Module, Batch], Any]
+Objective = Callable[["ForwardTrainer", nn.Module, Sequence[Batch]], Tensor]
+
+
+def choose(objective: str | Own) -> Objective:
+    """An objective by its name, or the user's own function of a model and a batch."""
+    named = {"loss": loss} | {name: one_minus(metric) for name, metric in METRICS.items()}
+    if callable(objective):
+        return own(objective)
+    if objective not in named:
+        raise InvalidArgumentError(
+            f"objective {objective!r} is not known; choose one of {', '.join(named)}, or give a function of the model "
+            "and a batch that returns the number to be made small"
+        )
+    return named[objective]
+
+
+def loss(trainer: ForwardTrainer, model: nn.Module, batches: Sequence[Batch]) -> Tensor:
+    """Trainer's own loss, whatever computes it."""
+    found = [(trainer.compute_loss(model, dict(batch)), _labels(trainer, batch).numel()) for batch in batches]
+    return _mean(trainer, found)
+
+
+def own(function: Own) -> Objective:
+    """The mean of the user's function over the examples."""
+
+    def objective(trainer: ForwardTrainer, model: nn.Module, batches: Sequence[Batch]) -> Tensor:
+        return _mean(trainer, [(function(model, dict(batch)), _examples(batch)) for batch in batches])
+
+    return objective
+
+
+def one_minus(metric: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Objective:
+    """A metric of the classes, to be made large."""
+
+    def objective(trainer: ForwardTrainer, model: nn.Module, batches: Sequence[Batch]) -> Tensor:
+        total = torch.stack([_counts(trainer, model, batch) for batch in batches]).sum(0)
+        return 1 - metric(*trainer.accelerator.reduce(total, "sum").double())
+
+    return objective
+
+
+def accuracy(right: Tensor, predicted: Tensor, actual: Tensor) -> Tensor:
+    """From the numbers of examples of each class: predicted rightly, predicted, and there."""
+    return right.sum() / actual.sum()
+
+
+def f1(right: Tensor, predicted: Tensor, actual: Tensor) -> Tensor:
+    """Of class 1 if there are two, else the mean over the classes that occur; of none it is 0."""
+    scores = 2 * right / (predicted + actual).clamp(min=1)
+    return scores[1] if len(scores) == 2 else scores[predicted + actual > 0].mean()
+
+
+METRICS = {"accuracy": accuracy, "f1": f1}
+
+
+def counts(logits: Tensor, labels: Tensor) -> Tensor:
+    """How many examples of each class were predicted rightly, were predicted, and are there."""
+    chosen = logits.argmax(-1)
+    return torch.stack([x.bincount(minlength=logits.shape[-1]) for x in (labels[labels == chosen], chosen, labels)])
+
+
+def _counts(trainer: ForwardTrainer, model: nn.Module, batch: Batch) -> Tensor:
+    _, outputs = trainer.compute_loss(model, dict(batch), return_outputs=True)
+    logits: Tensor = outputs["logits"] if isinstance(outputs, Mapping) else outputs[1]
+    labels: Tensor = batch["labels"]
+    if _shifts(trainer, batch):
+        logits, labels = logits[..., :-1, :], labels[..., 1:]
+    if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
+        raise InvalidArgumentError(
+            f"accuracy and F1 are of classes: labels must be integers, one for each row of logits, not "
+            f"{labels.dtype} of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}"
+        )
+    known = labels != -100
+    return counts(logits[known], labels[known])
+
+
+def _shifts(trainer: ForwardTrainer, batch: Batch) -> bool:
+    """Whether the model predicts each label from the tokens before it."""
+    return bool(getattr(trainer, "_loss_shifts_labels", False)) and "shift_labels" not in batch
+
+
+def _labels(trainer: ForwardTrainer, batch: Batch) -> Tensor:
+    """Those that count, or one for each example where there are none."""
+    labels: Tensor | None = batch.get("shift_labels", batch.get("labels"))
+    if not isinstance(labels, Tensor):
+        return torch.empty(_examples(batch))
+    labels = labels[..., 1:] if _shifts(trainer, batch) else labels
+    assert isinstance(labels, Tensor)
+    return labels[labels != -100]
+
+
+def _examples(batch: Batch) -> int:
+    return next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim), 1)
+
+
+def _mean(trainer: ForwardTrainer, found: Sequence[tuple[Any, int]]) -> Tensor:
+    device = trainer.accelerator.device
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    totals = torch.zeros(2, dtype=dtype, device=device)
+    for value, weight in found:
+        value = torch.as_tensor(value, dtype=dtype, device=device).mean()  # of several, if several GPUs shared a batch
+        totals += torch.stack([value * weight, torch.tensor(weight, dtype=dtype, device=device)])
+    total, weight = trainer.accelerator.reduce(totals, "sum")
+    return total / weight

@@ -1,0 +1,150 @@
+"""`transformers.Trainer` with forward passes only: its loop, unchanged, around another training step.
+
+Trainer calls `training_step` for every micro-batch and then, when a batch is complete, `optimizer.step()`. Here the
+micro-batches are kept until the last one has come; then a step is made, each of whose probes visits all of them, and
+the call that follows does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forwardtune import ledger as ledgers
+from forwardtune.errors import InvalidArgumentError
+from forwardtune.integrations.huggingface.arguments import ForwardTrainingArguments
+from forwardtune.integrations.huggingface.objectives import Own, choose
+from forwardtune.optimizer import LineSearch
+
+from transformers import Trainer, TrainerCallback  # isort: skip  # after `arguments`, which makes it importable
+
+
+class ForwardTrainer(Trainer):
+    """A Trainer that tunes whatever `requires_grad`, by evaluating the loss.
+
+    All of Trainer is there: schedulers, callbacks, logs, evaluation, checkpoints, several processes. The loss of a
+    step is computed under `model.train()`, with the same dropout masks at all its probes.
+
+    Args:
+        model, args, ...: as for `transformers.Trainer`; `args` is a :class:`ForwardTrainingArguments`.
+        objective: what a step makes small: ``"loss"`` (default) is what Trainer would differentiate; ``"accuracy"`` and
+            ``"f1"`` are made large; a function of the model and a batch returns a number, with or without a gradient.
+    """
+
+    args: ForwardTrainingArguments
+    model: nn.Module
+    optimizer: Any
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: ForwardTrainingArguments | None = None,
+        *others: Any,
+        objective: str | Own = "loss",
+        **more: Any,
+    ) -> None:
+        self._objective = choose(objective)
+        args = ForwardTrainingArguments("tmp_trainer") if args is None else args
+        if not isinstance(args, ForwardTrainingArguments):
+            raise InvalidArgumentError(
+                f"args must be ForwardTrainingArguments, which name the method, not {type(args).__name__}"
+            )
+        super().__init__(model, args, *others, **more)
+        if not isinstance(self.optimizer, LineSearch | None):
+            raise InvalidArgumentError(
+                f"the optimizer must be one of forwardtune's, not {type(self.optimizer).__name__}: it needs gradients"
+            )
+        if self.args.optim_target_modules or self.optimizer_cls_and_kwargs:
+            raise InvalidArgumentError("optimizer_cls_and_kwargs has no meaning here; choose the method in args")
+        # No DistributedDataParallel: it would hold a copy of all gradients.
+        self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+        self._batches: list[Mapping[str, Any]] = []
+        self._begun = False
+        self.add_callback(_CloseLedger)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> LineSearch:
+        """The method that the arguments name, over all that requires a gradient."""
+        self._batches, self._begun = [], False
+        if self.optimizer is None:
+            tuned = [(name, p) for name, p in (model or self.model).named_parameters() if p.requires_grad]
+            if not tuned:
+                raise InvalidArgumentError("there is nothing to tune: no parameter of the model has requires_grad")
+            self.optimizer = self.args.optimizer(tuned)
+        if isinstance(self.optimizer, LineSearch):  # and not yet wrapped by accelerate
+            self.optimizer.step = MethodType(_step_with_closure, self.optimizer)  # type: ignore[method-assign]
+        return self._method
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Keeps a micro-batch; with the last one, makes the step and returns the loss of all."""
+        self._batches.append(self._prepare_inputs(inputs))
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        batches, self._batches = self._batches, []
+        if not self._begun:
+            self._begin()
+        model.train()
+
+        def evaluate() -> Tensor:
+            with self.compute_loss_context_manager():
+                return self._objective(self, model, batches)
+
+        loss: Tensor = self._method.step(evaluate)
+        return loss
+
+    def log(self, logs: dict[str, float], *others: Any, **more: Any) -> None:
+        """Adds what the method saw in its last step, and how many evaluations it has used, to logs of the training."""
+        if "loss" in logs and (seen := self._method.last_step):
+            logs.pop("grad_norm", None)  # there are no gradients
+            found = {"gamma": seen.gamma, "sigma": seen.sigma, "t": seen.t}
+            logs |= {name: value for name, value in found.items() if value is not None}
+            logs |= {"queries": self._method.queries, "plateaus": self._method.plateaus}
+        super().log(logs, *others, **more)
+
+    @property
+    def _method(self) -> LineSearch:
+        """The optimizer without what accelerate wraps around it."""
+        found = self.optimizer if isinstance(self.optimizer, LineSearch) else self.optimizer.optimizer
+        assert isinstance(found, LineSearch)
+        return found
+
+    def _begin(self) -> None:
+        """Before the first step of a call of `train`: the same weights everywhere, and the ledger."""
+        self._begun, optimizer = True, self._method
+        if self.accelerator.num_processes > 1:
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                torch.distributed.broadcast(tensor.data, 0)
+        if self.args.ledger and self.accelerator.is_main_process and optimizer.recorder is None:
+            path = Path(self.args.ledger)
+            if path.exists() and not optimizer.queries:
+                raise InvalidArgumentError(
+                    f"the ledger {path} is there already: go on with its run by train(resume_from_checkpoint=True), or "
+                    "choose another name"
+                )
+            if path.exists():
+                ledgers.rejoin(optimizer, self.model, path)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                optimizer.recorder = ledgers.Ledger(path, self.model)
+
+
+class _CloseLedger(TrainerCallback):
+    """Gives the file free when training ends."""
+
+    def on_train_end(self, *others: Any, optimizer: Any = None, **more: Any) -> None:
+        method = getattr(optimizer, "optimizer", optimizer)
+        if isinstance(method.recorder, ledgers.Ledger):
+            method.recorder.close()
+            method.recorder = None
+
+
+def _step_with_closure(optimizer: LineSearch, closure: Callable[[], Any] | None = None) -> Any:
+    """The step that `training_step` makes; without a closure it is Trainer's call, after it, and there is none."""
+    return None if closure is None else type(optimizer).step(optimizer, closure)
