@@ -77,6 +77,7 @@ class Workload:
     objective: ``"loss"``, or ``"accuracy"`` or ``"f1"``, which have no gradient, of the batch.
     template, words: the question and its answers, for a task whose own are not wanted.
     max_length: tokens of an example at most.
+    pad_token: for a tokenizer that has none, where a head needs it.
     train, test, text, label: of ``data = "files"``: tables (.csv, .tsv, .jsonl), and the names of their columns.
     """
 
@@ -98,6 +99,7 @@ class Workload:
     template: str = ""
     words: tuple[str, ...] = ()
     max_length: int = 128
+    pad_token: str = ""
     dtype: str = "float32"
     train: str = ""
     test: str = ""
@@ -127,7 +129,7 @@ class Workload:
         files = ("train", "test", "text", "label")
         unused: tuple[str, ...] = () if self.data == "files" else files
         if self.data in IMAGES:
-            unused = (*files, "setup", "adapter", "objective", "template", "words", "max_length", "dtype")
+            unused = (*files, "setup", "adapter", "objective", "template", "words", "max_length", "pad_token", "dtype")
         for name in unused:
             if getattr(self, name) != defaults[name]:
                 raise ExperimentError(f"{name} has no meaning for {self.data}; leave it out")

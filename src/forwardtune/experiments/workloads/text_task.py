@@ -43,7 +43,9 @@ class TextTask(Task):
         self.template = workload.template or (known.template if known else _default_template(self.texts.columns))
         self.words = workload.words or (known.words if known else self.texts.classes)
         place = sources.model(workload.weights)
-        self.language = Language(place or workload.weights, workload.setup, workload.adapter, workload.dtype)
+        self.language = Language(
+            place or workload.weights, workload.setup, workload.adapter, workload.dtype, workload.pad_token
+        )
         scored = self.language.setup_name == "head" and not self.texts.classes
         self.setup = self.language.setup(
             self.texts.columns, self.template, () if scored else self._checked_words(), workload.max_length

@@ -29,7 +29,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Language:
     """A model that is on disk: what it is, its tokenizer, and how it is built for a task."""
 
-    def __init__(self, place: Path | str, setup: str, adapter: str = "none", dtype: str = "float32") -> None:
+    def __init__(
+        self, place: Path | str, setup: str, adapter: str = "none", dtype: str = "float32", pad_token: str = ""
+    ) -> None:
         self.place, self.adapter, self.dtype = str(place), adapter, DTYPES[dtype]
         with self._errors("config"), quiet():
             self.config = transformers.AutoConfig.from_pretrained(self.place)
@@ -44,10 +46,14 @@ class Language:
             raise ExperimentError(f'{self.place} goes on with texts and does not embed them; use the setup "prompt"')
         with self._errors("tokenizer"), quiet():
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.place)
+        if pad_token:
+            if pad_token not in self.tokenizer.get_vocab():
+                raise ExperimentError(f"the tokenizer of {self.place} has no token {pad_token!r} to pad with")
+            self.tokenizer.pad_token = pad_token
         if self.setup_name == "head" and self.kind == "causal" and self.tokenizer.pad_token_id is None:
             raise ExperimentError(
-                f"the tokenizer of {self.place} has no pad token, by which a head finds the end of a text; add one "
-                '(for instance "pad_token": "</s>" in its tokenizer_config.json), or use the setup "prompt"'
+                f"the tokenizer of {self.place} has no pad token, by which a head finds the end of a text; name one "
+                f'(pad_token = "{self.tokenizer.eos_token}"), or use the setup "prompt"'
             )
 
     @contextmanager
