@@ -121,5 +121,5 @@ def _mean(trainer: ForwardTrainer, found: Sequence[tuple[Any, int]]) -> Tensor:
     for value, weight in found:
         value = torch.as_tensor(value, dtype=dtype, device=device).mean()  # of several, if several GPUs shared a batch
         totals += torch.stack([value * weight, torch.tensor(weight, dtype=dtype, device=device)])
-    totals = trainer.accelerator.reduce(totals, "sum")
-    return totals[0] / totals[1]
+    total: Tensor = trainer.accelerator.reduce(totals, "sum")
+    return total[0] / total[1]
