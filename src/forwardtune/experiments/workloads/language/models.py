@@ -20,8 +20,6 @@ from forwardtune.integrations.torchvision import make_importable
 make_importable()
 import transformers  # noqa: E402
 
-SETUPS = ("prompt", "similarity", "head")
-ADAPTERS = ("none", "lora", "prefix", "prompt", "ia3")
 VIRTUAL_TOKENS = 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
