@@ -74,8 +74,8 @@ def compare(
     if not no_report:
         reports.check_installed()
     store, sources = Store(out or _default_folder(chosen, preset)), Sources(data, chosen.folder, download)
-    listener = _listener(quiet, json, store.folder / "tensorboard" if tensorboard else None)
-    with _interruptible(), listener:
+    listener = listener_for(quiet, json, store.folder / "tensorboard" if tensorboard else None)
+    with interruptible(), listener:
         compare_all(chosen, store, sources, Machine.choose(device, workers, threads), listener)
     scores = score(chosen, store)
     page = None if no_report else reports.write(scores, store.folder)
@@ -108,8 +108,8 @@ def run(
     store, sources = Store(out or _default_folder(chosen, preset)), Sources(data, chosen.folder, download)
     machine = Machine.choose(device, threads=threads)
     torch.set_num_threads(machine.threads)
-    listener = _listener(quiet, json, store.folder / "tensorboard" if tensorboard else None)
-    with _interruptible(), store.lock(), listener:
+    listener = listener_for(quiet, json, store.folder / "tensorboard" if tensorboard else None)
+    with interruptible(), store.lock(), listener:
         check_finished([one], store, sources, machine)
         result = execute(one, store, sources, device=machine.device, tell=listener)
     if not json:
@@ -174,7 +174,7 @@ def _default_folder(spec: Spec, preset: str | None) -> Path:
     return Path("results") / (preset or spec.name)
 
 
-def _listener(quiet: bool, as_json: bool, board: Path | None) -> Listener:
+def listener_for(quiet: bool, as_json: bool, board: Path | None) -> Listener:
     if quiet and as_json:
         raise ExperimentError("choose one of --quiet and --json")
     listener = JsonLines() if as_json else Quiet() if quiet else Live()
@@ -204,7 +204,7 @@ def _tell_outcome(
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
+def interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:

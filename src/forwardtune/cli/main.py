@@ -7,7 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
-from forwardtune.cli import experiments
+from forwardtune.cli import experiments, finetune
 from forwardtune.cli.ledger import app as ledger
 from forwardtune.errors import ForwardTuneError
 
@@ -19,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+finetune.register(app)
 experiments.register(app)
 app.add_typer(ledger, name="ledger")
 

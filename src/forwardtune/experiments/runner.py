@@ -112,7 +112,8 @@ class _Progress:
         """Steps and looks to the end; why there were no more, if the run is given up."""
         start, told = time.perf_counter() - self.looks.seconds, 0.0
         total = self.steps * self.run.method.queries_per_step
-        self._tell("start", title=self.run.title, queries=optimizer.queries, total=total)
+        about = self.task.describe(model)
+        self._tell("start", title=self.run.title, queries=optimizer.queries, total=total, about=about)
         while True:
             reason = self._too_many_nonfinite(optimizer)
             if (step in self.due or reason) and step not in self.looks.at:

@@ -82,6 +82,10 @@ class Task(ABC):
     def check(self) -> None:
         """Notices now what could not be had later."""
 
+    def describe(self, model: nn.Module) -> str:
+        """What will be tuned, in words."""
+        return ""
+
     @abstractmethod
     def make_base(self, file: Path) -> None:
         """Writes the weights and buffers that every run of the workload starts from."""

@@ -20,10 +20,11 @@ from forwardtune.experiments.store import publish
 from forwardtune.experiments.workloads.language import glue
 from forwardtune.experiments.workloads.language.metrics import metric
 from forwardtune.experiments.workloads.language.models import Language
-from forwardtune.experiments.workloads.language.setups import Rows
+from forwardtune.experiments.workloads.language.setups import Rows, score_between
 from forwardtune.experiments.workloads.language.texts import Text, Texts, from_files
 from forwardtune.experiments.workloads.sources import Sources, digest
 from forwardtune.experiments.workloads.task import Evaluation, Task
+from forwardtune.integrations.huggingface.footprint import footprint
 from forwardtune.integrations.huggingface.objectives import METRICS, counts
 
 CHUNK = 128  # texts evaluated at a time
@@ -47,11 +48,10 @@ class TextTask(Task):
             place or workload.weights, workload.setup, workload.adapter, workload.dtype, workload.pad_token
         )
         scored = self.language.setup_name == "head" and not self.texts.classes
-        self.setup = self.language.setup(
-            self.texts.columns, self.template, () if scored else self._checked_words(), workload.max_length
-        )
+        self.setup_words = () if scored else self._checked_words()
+        self.setup = self.language.setup(self.texts.columns, self.template, self.setup_words, workload.max_length)
 
-    def _checked_words(self) -> Sequence[str]:
+    def _checked_words(self) -> tuple[str, ...]:
         wanted = len(self.texts.classes) or 2
         if len(self.words) != wanted:
             classes = f"the classes {', '.join(self.texts.classes)}" if self.texts.classes else "the ends of the score"
@@ -110,9 +110,7 @@ class TextTask(Task):
         """Numbers of classes, or scores."""
         if self.texts.classes:
             return logits.argmax(1)
-        if logits.shape[1] == 1:
-            return logits[:, 0]
-        return self.texts.low + (self.texts.high - self.texts.low) * logits.softmax(1)[:, 1]
+        return score_between(logits, self.texts.low, self.texts.high)
 
     def score(self, model: nn.Module, train: Tensor, test: Tensor) -> Evaluation:
         train_loss, _ = self._means(
@@ -148,6 +146,9 @@ class TextTask(Task):
 
     def check(self) -> None:
         self.language.check_size(self.device)
+
+    def describe(self, model: nn.Module) -> str:
+        return str(footprint(model))
 
     def make_base(self, file: Path) -> None:
         """Only what is not in the model's own files."""

@@ -17,6 +17,7 @@ class Glue:
     """How a task is published, asked and judged.
 
     columns, label, classes: of the TSV files; without classes the label is a score from 0 to 5.
+    names: the classes for people.
     hub: the columns' names in the hub's version, whose labels are numbers of `order`.
     template, words: the question, and the answer for each class (of a score: for its two ends).
     size: training examples in the whole set.
@@ -31,6 +32,7 @@ class Glue:
     words: tuple[str, ...]
     size: int
     hub: tuple[str, ...]
+    names: tuple[str, ...] = ()
     order: tuple[str, ...] = ()
 
 
@@ -45,6 +47,7 @@ TASKS = {
         words=("terrible", "great"),
         size=67349,
         hub=("sentence",),
+        names=("negative", "positive"),
         order=("0", "1"),
     ),
     "mrpc": Glue(
@@ -57,6 +60,7 @@ TASKS = {
         words=("No", "Yes"),
         size=3668,
         hub=("sentence1", "sentence2"),
+        names=("different", "same"),
         order=("0", "1"),
     ),
     "qnli": Glue(
@@ -133,6 +137,7 @@ def _texts(task: Glue, columns: tuple[str, ...], label: str, parts: list[list[Ro
         train_y,
         texts_of(test, columns),
         test_y,
+        names=task.names or task.classes,
         high=1.0 if task.classes else 5.0,
         note=note,
     )

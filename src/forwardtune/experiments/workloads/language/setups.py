@@ -174,6 +174,11 @@ class Head(Setup):
         return self._in_buckets(model, [rows[0] for rows in examples], read)
 
 
+def score_between(logits: Tensor, low: float, high: float) -> Tensor:
+    """A head's one number is the score itself; of two answers, the more probable the second, the nearer to `high`."""
+    return logits[:, 0] if logits.shape[1] == 1 else low + (high - low) * logits.softmax(1)[:, 1]
+
+
 def check_template(template: str, columns: Sequence[str]) -> None:
     """A template must hold every text, and nothing that is not there."""
     try:

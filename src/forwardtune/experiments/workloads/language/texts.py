@@ -27,7 +27,10 @@ Row = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Texts:
-    """Examples and their labels: numbers of `classes`, or, where there are none, scores from `low` to `high`."""
+    """Examples and their labels: numbers of `classes`, or, where there are none, scores from `low` to `high`.
+
+    `names` are the classes for people.
+    """
 
     columns: tuple[str, ...]
     classes: tuple[str, ...]
@@ -35,6 +38,7 @@ class Texts:
     train_y: Tensor
     test: Sequence[Text]
     test_y: Tensor
+    names: tuple[str, ...] = ()
     low: float = 0.0
     high: float = 1.0
     note: str = ""
@@ -154,5 +158,6 @@ def from_files(train: Path, test: Path | None, columns: tuple[str, ...], label: 
         numbers_of(found, label, classes),
         texts_of(tests, columns),
         numbers_of(tests, label, classes),
+        names=classes,
         note=note,
     )
