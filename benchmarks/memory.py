@@ -1,5 +1,7 @@
 """Peak resident memory of a training step on GPT-2, against one forward pass; each in a process of its own.
 
+Also of Hugging Face's Trainer with AdamW and of ForwardTrainer, on the same model and batch.
+
 python -m benchmarks.memory [--json FILE]
 """
 
@@ -26,6 +28,8 @@ CANDIDATES = {
     "VS2P": models.vs2p,
     "published MeZO": models.published_mezo,
     "AdamW with backward": models.adamw,
+    "ForwardTrainer": models.forward_trainer,
+    "Trainer with AdamW": models.trainer,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -114,3 +115,24 @@ def vs2p(model: nn.Module, closure: Closure, **settings: Any) -> Callable[[], An
 
     optimizer = ft.VS2P(model.parameters(), lr=1e-3, **settings)
     return lambda: optimizer.step(closure)
+
+
+def forward_trainer(model: nn.Module, closure: Closure) -> Callable[[], Any]:
+    from forwardtune.integrations.huggingface import ForwardTrainer, ForwardTrainingArguments
+
+    return _trained(model, ForwardTrainer, ForwardTrainingArguments, learning_rate=1e-3)
+
+
+def trainer(model: nn.Module, closure: Closure) -> Callable[[], Any]:
+    """Hugging Face's own, with backpropagation."""
+    from transformers import Trainer, TrainingArguments
+
+    return _trained(model, Trainer, TrainingArguments, learning_rate=1e-6)
+
+
+def _trained(model: nn.Module, kind: Any, arguments: Any, batch: int = 32, length: int = 64, **more: Any) -> Any:
+    tokens = torch.randint(0, 50257, (batch, length))
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    run = {"max_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
+    args = arguments(tempfile.mkdtemp(), per_device_train_batch_size=batch, **run, **more)
+    return kind(model, args, train_dataset=rows).train

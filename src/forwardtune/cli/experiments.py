@@ -21,7 +21,7 @@ from forwardtune.experiments import report as reports
 from forwardtune.experiments import spec as specs
 from forwardtune.experiments.comparison import Machine, check_finished
 from forwardtune.experiments.comparison import compare as compare_all
-from forwardtune.experiments.plan import Run
+from forwardtune.experiments.plan import Run, plan
 from forwardtune.experiments.report.tables import tables
 from forwardtune.experiments.runner import execute
 from forwardtune.experiments.scoring import Scores, metric_of, score
@@ -144,8 +144,8 @@ def presets() -> None:
     table = Table("preset", "what", "runs", box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in shipped.names():
         spec = shipped.read(name)
-        runs = sum(len(w.seeds) * len(m.lr) for w in spec.workloads for m in spec.methods)
-        table.add_row(name, spec.title, str(runs))
+        runs = plan(spec, {method.label: method.lr[0] for method in spec.methods})
+        table.add_row(name, spec.title, str(len(runs)))
     console.print(table)
 
 

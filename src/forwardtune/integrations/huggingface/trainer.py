@@ -62,6 +62,7 @@ class ForwardTrainer(Trainer):
             )
         if self.args.optim_target_modules or self.optimizer_cls_and_kwargs:
             raise InvalidArgumentError("optimizer_cls_and_kwargs has no meaning here; choose the method in args")
+        _check_padding(self.model, self.args.per_device_train_batch_size)
         # No DistributedDataParallel: it would hold a copy of all gradients.
         self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
         self._batches: list[Mapping[str, Any]] = []
@@ -90,6 +91,8 @@ class ForwardTrainer(Trainer):
         batches, self._batches = self._batches, []
         if not self._begun:
             self._begin()
+        for batch in batches:
+            _check_labels(self.model, batch)
         model.train()
 
         def evaluate() -> Tensor:
@@ -133,6 +136,35 @@ class ForwardTrainer(Trainer):
             else:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 optimizer.recorder = ledgers.Ledger(path, self.model)
+
+
+def _check_padding(model: nn.Module, batch: int) -> None:
+    """A classifier on top of a causal model finds the end of a text by the token that it is padded with."""
+    config: Any = getattr(model, "config", None)
+    if batch > 1 and _classifies(model) and config.pad_token_id is None:
+        raise InvalidArgumentError(
+            "the model has no pad token, by which its head finds the end of a text: set model.config.pad_token_id (and "
+            "tokenizer.pad_token) before training, for instance to the end-of-text token"
+        )
+
+
+def _check_labels(model: nn.Module, batch: Mapping[str, Any]) -> None:
+    labels = batch.get("labels")
+    if not _classifies(model) or not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim != 1:
+        return
+    config: Any = model.config
+    classes = config.num_labels
+    wrong = labels[(labels != -100) & ((labels < 0) | (labels >= classes))]
+    if classes > 1 and len(wrong):
+        raise InvalidArgumentError(
+            f"the label {wrong[0].item()} is out of range for a model with {classes} classes; labels are 0 to "
+            f"{classes - 1}: mend the data, or load the model with num_labels"
+        )
+
+
+def _classifies(model: nn.Module) -> bool:
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return type(inner).__name__.endswith("ForSequenceClassification") and hasattr(inner, "config")
 
 
 class _CloseLedger(TrainerCallback):

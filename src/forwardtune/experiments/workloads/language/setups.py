@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments.workloads.language.texts import Text
 
-SCALE, THRESHOLD = 20.0, 0.7
+SCALE, THRESHOLD = 10.0, 0.7
 """Of the cosine: what it is multiplied by, and from where on two texts are alike."""
 STRETCH = 1.25
 """The longest row of a bucket over its shortest, at most."""
