@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import forwardtune as ft
 from forwardtune.errors import InvalidArgumentError, LedgerError
 from forwardtune.integrations.huggingface import ForwardTrainer, ForwardTrainingArguments, footprint
-from forwardtune.integrations.huggingface.footprint import check_fits
+from forwardtune.integrations.huggingface.memory import check_fits
 from tests.trainers import causal, classifier, ragged, sentences, trainer, weights
 
 from transformers import TrainerCallback, TrainingArguments  # isort: skip
@@ -277,8 +277,8 @@ def test_models_and_data_that_make_no_sense_are_refused(tmp_path):
     adam = torch.optim.Adam(model.parameters())
     with pytest.raises(InvalidArgumentError, match="must be one of forwardtune's, not Adam"):
         trainer(tmp_path, model, data, more={"optimizers": (adam, None)})
+    floats = [{**row, "labels": float(row["labels"])} for row in data]
     with pytest.raises(InvalidArgumentError, match=r"accuracy and F1 are of classes: labels must be integers"):
-        floats = [{**row, "labels": float(row["labels"])} for row in data]
         trainer(tmp_path, classifier(num_labels=1), floats, objective="accuracy").train()
 
 

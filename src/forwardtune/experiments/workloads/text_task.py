@@ -24,7 +24,7 @@ from forwardtune.experiments.workloads.language.setups import Rows, score_betwee
 from forwardtune.experiments.workloads.language.texts import Text, Texts, from_files
 from forwardtune.experiments.workloads.sources import Sources, digest
 from forwardtune.experiments.workloads.task import Evaluation, Task
-from forwardtune.integrations.huggingface.footprint import footprint
+from forwardtune.integrations.huggingface.memory import footprint
 from forwardtune.integrations.huggingface.objectives import METRICS, counts
 
 CHUNK = 128  # texts evaluated at a time

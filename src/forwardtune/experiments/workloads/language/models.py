@@ -14,7 +14,7 @@ from torch import nn
 
 from forwardtune.errors import ExperimentError, InvalidArgumentError
 from forwardtune.experiments.workloads.language.setups import Head, Prompt, Setup, Similarity
-from forwardtune.integrations.huggingface.footprint import check_fits
+from forwardtune.integrations.huggingface.memory import check_fits
 from forwardtune.integrations.torchvision import make_importable
 
 make_importable()
