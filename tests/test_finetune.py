@@ -1,0 +1,167 @@
+"""`forwardtune finetune` and `predict`, as a user types them."""
+
+import csv
+import json
+import re
+import shlex
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import forwardtune as ft
+from forwardtune.cli.main import app
+from forwardtune.errors import ExperimentError
+from forwardtune.experiments import runner
+from forwardtune.experiments.tuned import Tuned
+from tests import tiny
+
+from transformers import AutoModelForCausalLM  # isort: skip
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny.causal(tmp_path / "model")
+    tiny.encoder(tmp_path / "encoder")
+    rows = tiny.reviews(60)
+    with open("train.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, ["text", "label"])
+        writer.writeheader()
+        writer.writerows(rows[:40])
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[40:]))
+    return tmp_path
+
+
+USUAL = (
+    "--train train.csv --test test.jsonl --template '{text} It was' --word bad --word good --steps 40 --evaluations 2 --threads 1"
+)
+
+
+def run(*command):
+    done = CliRunner().invoke(app, [word for part in command for word in shlex.split(part)])
+    if done.exception:
+        raise done.exception
+    return done.stdout
+
+
+def test_a_model_is_tuned_saved_and_asked(home):
+    said = run("finetune --model model --lr 20 --ledger copy/run.ledger", USUAL)
+    assert "tunes 6,224 of 6,224 weights" in said
+    assert "saved: tuned" in said
+    settings = json.loads((home / "tuned" / "forwardtune.json").read_text())
+    result = json.loads(next((home / "tuned" / "run" / "runs").glob("*.json")).read_text())
+    assert settings["final"] == result["final"]
+    assert result["queries"] == 80
+    before, after = (100 * accuracy for accuracy in (result["curve"]["accuracy"][0], result["final"]["accuracy"]))
+    assert f"accuracy {before:.1f} to {after:.1f}" in said
+    # The base and the ledger give the saved weights, bit for bit.
+    base = AutoModelForCausalLM.from_pretrained(home / "model")
+    start = {name: p.detach().clone() for name, p in base.named_parameters()}
+    for ledger in ("tuned/run.ledger", "copy/run.ledger"):
+        base.load_state_dict(start, strict=False)
+        ft.replay(base, home / ledger)
+        saved = load_file(home / "tuned" / "model.safetensors")
+        assert all(torch.equal(saved[name], p) for name, p in base.named_parameters())
+    assert not torch.equal(start["model.norm.weight"], saved["model.norm.weight"])
+    # The card tells what the result does.
+    card = (home / "tuned" / "README.md").read_text()
+    assert (
+        f"| accuracy | {100 * result['curve']['accuracy'][0]:.1f} | {100 * result['final']['accuracy']:.1f} |" in card
+    )
+    assert "80 evaluations of VS2P" in card
+    # Predictions are those that were evaluated.
+    run("predict --model tuned --input test.jsonl --out answers.csv")
+    with open(home / "answers.csv", newline="") as file:
+        answers = list(csv.DictReader(file))
+    right = [row["prediction"] == row["label"] for row in answers]
+    assert sum(right) / 20 == pytest.approx(result["final"]["accuracy"])
+    assert all(0.5 <= float(row["probability"]) <= 1 for row in answers)
+    one = json.loads(run(f"predict --model tuned --text '{answers[3]['text']}'"))
+    assert one["prediction"] == answers[3]["prediction"]
+    assert one["probability"] == pytest.approx(float(answers[3]["probability"]), abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--model model --peft lora",
+        "--model model --peft prompt --method mezo",
+        "--model model --setup head --peft lora --method stp",
+        "--model encoder",
+        "--model encoder --peft lora --objective accuracy --rho 0.3",
+        "--model encoder --setup head",
+    ],
+)
+def test_every_kind_of_result_answers_as_it_was_evaluated(home, more):
+    run("finetune", more, USUAL, "--quiet")
+    result = json.loads(next((home / "tuned" / "run" / "runs").glob("*.json")).read_text())
+    asked = Tuned(home / "tuned")
+    rows = tiny.reviews(60)[40:]
+    answers = list(asked.answers([(row["text"],) for row in rows]))
+    right = [answer.prediction == row["label"] for answer, row in zip(answers, rows, strict=True)]
+    assert sum(right) / 20 == pytest.approx(result["final"]["accuracy"])
+    assert ("base.safetensors" in {file.name for file in (home / "tuned").iterdir()}) == (
+        "--peft" in more or "head" in more
+    )
+
+
+def test_a_stopped_run_goes_on(home, monkeypatch):
+    run("finetune --model model --lr 20 --out whole --quiet", USUAL)
+    step, made = runner._Progress._step, []
+
+    def interrupted(self, *others):
+        made.append(1)
+        if len(made) == 17:
+            raise KeyboardInterrupt
+        return step(self, *others)
+
+    monkeypatch.setattr(runner._Progress, "_step", interrupted)
+    done = CliRunner().invoke(app, ["finetune", "--model", "model", "--lr", "20", "--quiet", *shlex.split(USUAL)])
+    assert done.exit_code == 130
+    assert not (home / "tuned" / "forwardtune.json").exists()
+    run("finetune --model model --lr 20 --quiet", USUAL)
+    assert len(made) == 17 + 24
+    whole, parts = (load_file(home / name / "model.safetensors") for name in ("whole", "tuned"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    before = len(made)
+    assert "saved: tuned" in run("finetune --model model --lr 20", USUAL)
+    assert len(made) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "complaint"),
+    [
+        ("--model model", r"name either a task .* or a table"),
+        ("--model model --task sst3 --data .", r"task 'sst3' is not known \(did you mean 'sst2'\?\)"),
+        ("--model model --task sst2", "sst2 is read from a folder of data, and none was given"),
+        ("--model nowhere --train train.csv", "no model at nowhere"),
+        ("--model model --train none.csv", "there is no file at .*none.csv"),
+        ("--model model --train train.csv --text-column body", r"there is no column 'body', only 'text', 'label'"),
+        ("--model model --train train.csv --method adam", "method 'adam' is not known"),
+        ("--model model --train train.csv --method stp --rho 0.1", "STP probes at its --lr and has no rho"),
+        ("--model model --train train.csv --peft loar", "adapter 'loar' is not known"),
+        ("--model model --train train.csv --batch 100", "a batch of 100 is more than the 36 training examples"),
+        ("--model model --train train.csv --out model", "model is not empty"),
+    ],
+)
+def test_bad_input_is_told_before_anything_is_done(home, command, complaint):
+    done = CliRunner().invoke(app, ["finetune", *shlex.split(command)])
+    assert isinstance(done.exception, ExperimentError)
+    assert re.search(complaint, str(done.exception)), str(done.exception)
+    assert not list((home).glob("tuned/run/runs/*"))
+
+
+def test_a_folder_belongs_to_one_run(home):
+    run("finetune --model model --quiet", USUAL)
+    with pytest.raises(ExperimentError, match="tuned holds the result of another run; choose another folder"):
+        run("finetune --model model --seed 1 --quiet", USUAL)
+    with pytest.raises(ExperimentError, match=r"model holds no tuned model: there is no forwardtune\.json"):
+        run("predict --model model --text film")
+    with pytest.raises(ExperimentError, match="an example of this model is text: give --text for each, not 2 times"):
+        run("predict --model tuned --text film --text plot")
+    with pytest.raises(ExperimentError, match="give either texts"):
+        run("predict --model tuned")
+    with pytest.raises(ExperimentError, match=r"must end in .csv or .jsonl"):
+        run("predict --model tuned --text film --out answers.txt")
