@@ -34,9 +34,8 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-USUAL = (
-    "--train train.csv --test test.jsonl --template '{text} It was' --word bad --word good --steps 40 --evaluations 2 --threads 1"
-)
+QUESTION = "--template '{text} It was' --word bad --word good"
+USUAL = f"--train train.csv --test test.jsonl {QUESTION} --steps 40 --evaluations 2 --threads 1"
 
 
 def run(*command):

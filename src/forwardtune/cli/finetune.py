@@ -21,7 +21,7 @@ from forwardtune.experiments.runner import Event
 from forwardtune.experiments.spec import TEXTS, TRANSFORMER, Method, Workload
 from forwardtune.experiments.store import write_text
 from forwardtune.experiments.toml_tables import one_of
-from forwardtune.experiments.workloads import Sources
+from forwardtune.experiments.workloads import Sources, check_transformers
 from forwardtune.methods import METHODS
 
 console = Console(highlight=False, soft_wrap=True)
@@ -79,6 +79,7 @@ def finetune(
 
     Stopped by Ctrl-C or otherwise, the same command goes on where it stopped.
     """
+    check_transformers()
     from forwardtune.experiments import tuned
 
     if (task is None) == (train is None):
@@ -157,6 +158,7 @@ def predict(
         raise ExperimentError("give either texts (--text '...') or a table of them (--input FILE)")
     if out and out.suffix not in (".csv", ".jsonl"):
         raise ExperimentError(f"{out} must end in .csv or .jsonl")
+    check_transformers()
     from forwardtune.experiments.tuned import Tuned
     from forwardtune.experiments.workloads.language.texts import rows, texts_of
 

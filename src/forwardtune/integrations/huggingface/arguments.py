@@ -7,12 +7,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from forwardtune.errors import InvalidArgumentError
-from forwardtune.integrations.torchvision import make_importable
+from forwardtune.integrations.huggingface.library import transformers
 from forwardtune.methods import METHODS
 from forwardtune.optimizer import LineSearch
-
-make_importable()
-from transformers import TrainingArguments  # noqa: E402
 
 NO_MEANING = {
     "fp16": "its scaler scales gradients, and there are none; load the model in float16 or use bf16",
@@ -31,7 +28,7 @@ NO_MEANING = {
 
 
 @dataclass
-class ForwardTrainingArguments(TrainingArguments):
+class ForwardTrainingArguments(transformers.TrainingArguments):
     """Trainer's arguments, with a method that needs no gradients in the optimizer's place.
 
     `seed` is also the seed of the noise. `learning_rate` is by default the method's own.
@@ -56,7 +53,7 @@ class ForwardTrainingArguments(TrainingArguments):
     )
     ledger: str | None = field(default=None, metadata={"help": "A file that records the run, to replay it."})
 
-    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "method_args"]  # noqa: RUF012
+    _VALID_DICT_FIELDS = [*transformers.TrainingArguments._VALID_DICT_FIELDS, "method_args"]  # noqa: RUF012
 
     def __post_init__(self) -> None:
         defaults = {entry.name: entry.default for entry in fields(self)}

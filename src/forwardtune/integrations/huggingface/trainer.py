@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from forwardtune import ledger as ledgers
 from forwardtune.errors import InvalidArgumentError
 from forwardtune.integrations.huggingface.arguments import ForwardTrainingArguments
+from forwardtune.integrations.huggingface.library import transformers
 from forwardtune.integrations.huggingface.objectives import Own, choose
 from forwardtune.optimizer import LineSearch
 
-from transformers import Trainer, TrainerCallback  # isort: skip  # after `arguments`, which makes it importable
 
-
-class ForwardTrainer(Trainer):
+class ForwardTrainer(transformers.Trainer):
     """A Trainer that tunes whatever `requires_grad`, by evaluating the loss.
 
     All of Trainer is there: schedulers, callbacks, logs, evaluation, checkpoints, several processes. The loss of a
@@ -167,7 +166,7 @@ def _classifies(model: nn.Module) -> bool:
     return type(inner).__name__.endswith("ForSequenceClassification") and hasattr(inner, "config")
 
 
-class _CloseLedger(TrainerCallback):
+class _CloseLedger(transformers.TrainerCallback):
     """Gives the file free when training ends."""
 
     def on_train_end(self, *others: Any, optimizer: Any = None, **more: Any) -> None:

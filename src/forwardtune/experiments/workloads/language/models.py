@@ -14,11 +14,8 @@ from torch import nn
 
 from forwardtune.errors import ExperimentError, InvalidArgumentError
 from forwardtune.experiments.workloads.language.setups import Head, Prompt, Setup, Similarity
+from forwardtune.integrations.huggingface.library import transformers
 from forwardtune.integrations.huggingface.memory import check_fits
-from forwardtune.integrations.torchvision import make_importable
-
-make_importable()
-import transformers  # noqa: E402
 
 VIRTUAL_TOKENS = 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
