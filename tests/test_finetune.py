@@ -4,6 +4,8 @@ import csv
 import json
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -164,3 +166,12 @@ def test_a_folder_belongs_to_one_run(home):
         run("predict --model tuned")
     with pytest.raises(ExperimentError, match=r"must end in .csv or .jsonl"):
         run("predict --model tuned --text film --out answers.txt")
+
+
+def test_a_missing_library_is_named():
+    code = "import sys; sys.modules['transformers'] = None; from forwardtune.cli.main import main; main()"
+    words = ["predict", "--model", "x", "--text", "y"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "install it: pip install 'forwardtune[huggingface]'" in done.stderr
+    assert "Traceback" not in done.stderr
