@@ -40,7 +40,7 @@ class Language:
         if self.setup_name == "similarity" and self.kind == "causal":
             raise ExperimentError(f'{self.place} goes on with texts and does not embed them; use the setup "prompt"')
         with self._errors("tokenizer"), quiet():
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(self.place)
+            self.tokenizer = self._tokenizer()
         if pad_token:
             if pad_token not in self.tokenizer.get_vocab():
                 raise ExperimentError(f"the tokenizer of {self.place} has no token {pad_token!r} to pad with")
@@ -62,6 +62,13 @@ class Language:
     @property
     def _architecture(self) -> str:
         return str((self.config.architectures or [type(self.config).__name__])[0])
+
+    def _tokenizer(self) -> Any:
+        """Where there is only SentencePiece's file, AutoTokenizer forgets the space that Llama's texts begin with."""
+        ready = any((Path(self.place) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
+        if self.config.model_type == "llama" and (Path(self.place) / "tokenizer.model").exists() and not ready:
+            return transformers.LlamaTokenizer.from_pretrained(self.place)
+        return transformers.AutoTokenizer.from_pretrained(self.place)
 
     def _kind(self) -> str:
         if getattr(self.config, "is_encoder_decoder", False):
