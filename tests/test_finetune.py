@@ -36,8 +36,10 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
+TABLES = "--train train.csv --test test.jsonl"
 QUESTION = "--template '{text} It was' --word bad --word good"
-USUAL = f"--train train.csv --test test.jsonl {QUESTION} --steps 40 --evaluations 2 --threads 1"
+LENGTH = "--steps 40 --evaluations 2 --threads 1"
+USUAL = f"{TABLES} {QUESTION} {LENGTH}"
 
 
 def run(*command):
@@ -92,11 +94,13 @@ def test_a_model_is_tuned_saved_and_asked(home):
         "--model model --setup head --peft lora --method stp",
         "--model encoder",
         "--model encoder --peft lora --objective accuracy --rho 0.3",
+        "--model encoder --peft prompt",
         "--model encoder --setup head",
     ],
 )
-def test_every_kind_of_result_answers_as_it_was_evaluated(home, more):
-    run("finetune", more, USUAL, "--quiet")
+def test_every_kind_of_result_answers_as_it_was_evaluated(home, monkeypatch, more):
+    run("finetune", more, TABLES, LENGTH, "" if "head" in more else QUESTION, "--quiet")
+    monkeypatch.chdir(home / "tuned")
     result = json.loads(next((home / "tuned" / "run" / "runs").glob("*.json")).read_text())
     asked = Tuned(home / "tuned")
     rows = tiny.reviews(60)[40:]
@@ -145,6 +149,8 @@ def test_a_stopped_run_goes_on(home, monkeypatch):
         ("--model model --train train.csv --peft loar", "adapter 'loar' is not known"),
         ("--model model --train train.csv --batch 100", "a batch of 100 is more than the 36 training examples"),
         ("--model model --train train.csv --out model", "model is not empty"),
+        ("--model model --task sst2 --text-column a", "--text-column and --label-column are of a table of your own"),
+        ("--model model --train train.csv --ledger train.csv", "train.csv is there already; choose another name"),
     ],
 )
 def test_bad_input_is_told_before_anything_is_done(home, command, complaint):

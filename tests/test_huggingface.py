@@ -71,7 +71,13 @@ def test_the_trainer_takes_the_steps_of_the_plain_loop(tmp_path):
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, method):
     """Bit for bit, with dropout, a scheduler, accumulation and a ledger."""
     rates = {"MeZO": 1e-2, "vs2p": 2.0, "STP": 1e-2}
-    settings = {"method": method, "learning_rate": rates[method], "save_strategy": "steps", "save_steps": 4}
+    settings = {
+        "method": method,
+        "learning_rate": rates[method],
+        "rho": 1e-3,
+        "save_strategy": "steps",
+        "save_steps": 4,
+    }
     settings |= {"micro": 8, "accumulation": 2, "lr_scheduler_type": "cosine"}
     dropout = {"attention_dropout": 0.3}
     whole = classifier(**dropout)
@@ -86,8 +92,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, method):
     assert torch.equal(weights(replayed), weights(whole))
 
 
-def test_a_ledger_is_not_taken_for_another_runs(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 4, "ledger": str(tmp_path / "run.ledger")}
+@pytest.mark.parametrize("method", ["VS2P", "MeZO", "STP"])
+def test_a_ledger_is_not_taken_for_another_runs(tmp_path, method):
+    settings = {"save_strategy": "steps", "save_steps": 4, "ledger": str(tmp_path / "run.ledger"), "method": method}
+    settings |= {"rho": 1e-3, "learning_rate": 0.5 if method == "VS2P" else 1e-3}
     trainer(tmp_path / "a", classifier(), sentences(), **settings).train()
     with pytest.raises(InvalidArgumentError, match=r"is there already: go on .*resume_from_checkpoint"):
         trainer(tmp_path / "a", classifier(), sentences(), **settings).train()
@@ -105,6 +113,59 @@ def test_a_ledger_is_not_taken_for_another_runs(tmp_path):
             resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-8")
         )
     assert (tmp_path / "run.ledger").read_bytes() == before
+
+
+def test_the_best_weights_are_not_the_ledgers_end(tmp_path):
+    """They are loaded when the run is over, and the ledger still leads to its last step."""
+    data = sentences()
+    made = trainer(
+        tmp_path,
+        classifier(),
+        data,
+        ledger=str(tmp_path / "run.ledger"),
+        save_strategy="steps",
+        save_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="early",
+        more={"eval_dataset": data, "compute_metrics": lambda _: {"early": -made.state.global_step}},
+    )
+    made.train()
+    assert made.state.best_model_checkpoint.endswith("checkpoint-2")
+    best = weights(made.model).clone()
+    last = weights(ft.replay(classifier(), tmp_path / "run.ledger"))
+    assert not torch.equal(best, last)
+    assert torch.equal(last, trained(tmp_path / "b", classifier(), data))
+    assert torch.equal(best, weights(ft.replay(classifier(), tmp_path / "run.ledger", until=2)))
+    with pytest.raises(LedgerError, match="the ledger of another run"):  # from weights that are not its last
+        made.train()
+
+
+def test_an_interrupted_trainer_goes_on(tmp_path):
+    class Interrupt(TrainerCallback):
+        def on_step_end(self, args, state, control, **more):
+            if state.global_step == 6:
+                raise KeyboardInterrupt
+
+    settings = {"ledger": str(tmp_path / "run.ledger"), "save_strategy": "steps", "save_steps": 4}
+    whole = trained(tmp_path / "whole", classifier(), sentences())
+    made = trainer(tmp_path, classifier(), sentences(), more={"callbacks": [Interrupt]}, **settings)
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    made.remove_callback(Interrupt)
+    made.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(made.model), whole)
+    assert torch.equal(weights(ft.replay(classifier(), tmp_path / "run.ledger")), whole)
+
+
+def test_a_micro_batch_without_labels_does_not_count(tmp_path):
+    full = ragged(16)
+    empty = [{**row, "labels": torch.full_like(row["labels"], -100)} for row in full]
+    settings = {"train_sampling_strategy": "sequential", "max_steps": 3}
+    mixed = [row for pair in zip(full, empty, strict=True) for row in pair]
+    found = trained(tmp_path, causal(), mixed, micro=1, accumulation=8, **settings)
+    torch.testing.assert_close(found, trained(tmp_path, causal(), full, micro=4, **settings), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("objective", ["loss", "f1"])
@@ -240,6 +301,8 @@ def test_callbacks_schedulers_evaluation_and_compute_loss_func(tmp_path):
         ({"weight_decay": 0.1}, "weight_decay=0.1 has no meaning .*no method here decays weights"),
         ({"optim": "adafactor"}, "optim='adafactor' has no meaning .*chosen by `method`"),
         ({"fsdp": True}, "fsdp=True has no meaning .*whole in every process"),
+        ({"method": "STP", "rho": 0.1}, "rho=0.1 has no meaning for STP, which probes at its rate"),
+        ({"method_args": {"seed": 1}}, r"VS2P has no setting 'seed', only rho, tau_a, tau_b, window"),
         ({"method": "adam"}, "method 'adam' is not known; choose one of S2P, STP, VS2P, MeZO"),
     ],
 )
@@ -264,6 +327,7 @@ def test_models_and_data_that_make_no_sense_are_refused(tmp_path):
         ForwardTrainer(classifier(), TrainingArguments(str(tmp_path), use_cpu=True), train_dataset=data)
     with pytest.raises(InvalidArgumentError, match="objective 'recall' is not known; choose one of loss, accuracy, f1"):
         trainer(tmp_path, classifier(), data, objective="recall")
+    trainer(tmp_path, classifier(), data).log({"loss": 1.0})
     with pytest.raises(InvalidArgumentError, match=r"no pad token.*set model.config.pad_token_id"):
         trainer(tmp_path, classifier(pad_token_id=None), data)
     model = classifier()

@@ -41,7 +41,7 @@ def finetune(
     text_column: Annotated[
         list[str] | None, typer.Option(help="Of --train; twice for pairs.", show_default="text")
     ] = None,
-    label_column: Annotated[str, typer.Option(help="Of --train.")] = "label",
+    label_column: Annotated[str | None, typer.Option(help="Of --train.", show_default="label")] = None,
     template: Annotated[str, typer.Option(help="The question, as '{text} It was'.", show_default="the task's")] = "",
     word: Annotated[
         list[str] | None, typer.Option(help="The answer of each class, in order.", show_default=False)
@@ -84,6 +84,10 @@ def finetune(
 
     if (task is None) == (train is None):
         raise ExperimentError("name either a task (--task sst2 --data DIR) or a table (--train FILE)")
+    if task and (test or text_column or label_column):
+        raise ExperimentError("--test, --text-column and --label-column are of a table of your own; leave them out")
+    if ledger and ledger.exists() and not (out / tuned.SETTINGS).exists():
+        raise ExperimentError(f"{ledger} is there already; choose another name for --ledger")
     if task:
         one_of("task", task, [name for name in TEXTS if name != "files"])
     by = _method(method, peft, lr, {"rho": rho, "directions": directions, "distribution": distribution})
@@ -109,7 +113,7 @@ def finetune(
         train=str(train.resolve()) if train else "",
         test=str(test.resolve()) if test else "",
         text=tuple(text_column or ["text"]) if train else (),
-        label=label_column if train else "",
+        label=label_column or "label" if train else "",
     )
     one_of("decay", decay, ("cosine", "linear", "none"))
     machine = Machine.choose(device, workers=1, threads=threads)

@@ -145,6 +145,8 @@ class Workload:
                 raise ExperimentError(f"an example has one text or two, not {len(self.text)}")
         if self.setup:
             one_of("setup", self.setup, SETUPS)
+        if self.setup == "head" and (self.template or self.words):
+            raise ExperimentError("a head is not asked by template and words; leave them out, or choose another setup")
         one_of("adapter", self.adapter, ADAPTERS)
         one_of("objective", self.objective, OBJECTIVES)
         one_of("dtype", self.dtype, DTYPES)

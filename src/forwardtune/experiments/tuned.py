@@ -80,7 +80,7 @@ def _save(run: Run, task: TextTask, store: Store, result: Event, out: Path) -> N
             "adapter": run.workload.adapter,
             "dtype": run.workload.dtype,
             "pad_token": run.workload.pad_token,
-            "max_length": run.workload.max_length,
+            "max_length": task.setup.max_length,
             "template": task.template,
             "words": list(task.setup_words),
             "columns": list(texts.columns),
@@ -102,7 +102,7 @@ def card(run: Run, task: TextTask, result: Event) -> str:
     )
     majority = result["data"].get("majority")
     always = f"\nAlways answering the commonest class has an accuracy of {100 * majority:.1f}.\n" if majority else ""
-    examples = workload.test_examples or task.tests
+    examples = min(workload.test_examples or task.tests, task.tests)
     settings = ", ".join(f"{name} {value}" for name, value in run.method.settings.items())
     return f"""---
 library_name: {"peft" if workload.adapter != "none" else "transformers"}
@@ -160,6 +160,8 @@ class Tuned:
         self.columns, self.classes = tuple(found["columns"]), tuple(found["classes"])
         self._low, self._high = found["low"], found["high"]
         place = Path(found["model"]) if found["adapter"] != "none" else folder
+        if place.is_absolute() and not place.is_dir():
+            raise ExperimentError(f"the base model of this adapter is not at {place} any more; put it back there")
         self._language = Language(str(place), found["setup"], "none", found["dtype"], found["pad_token"])
         self._language.check_size(torch.device(device))
         self._setup = self._language.setup(self.columns, found["template"], found["words"], found["max_length"])

@@ -206,10 +206,15 @@ class Ledger:
         self._closed = True
         if self._store is None:
             return
-        if self._next > self._anchored and not self._pending and self._store.is_open:
-            self._store.anchor(Anchor(self._next, combined(digests(slot.tensor for slot in self._slots)), False))
+        self.anchor()
         self._store.close()
         self._store = None
+
+    def anchor(self) -> None:
+        """Writes the fingerprint of the weights as they are after the last step, if it is not there."""
+        if self._store and self._store.is_open and self._next > self._anchored and not self._pending:
+            self._store.anchor(Anchor(self._next, combined(digests(slot.tensor for slot in self._slots)), False))
+            self._anchored = self._next
 
     def _checkpoint(self) -> None:
         """Saves the weights, then says so, then removes the checkpoints before."""

@@ -107,7 +107,8 @@ def rejoin(optimizer: LineSearch, model: Model, ledger: str | os.PathLike[str]) 
     """Has an optimizer that was taken up from a checkpoint of its own go on with the ledger of its run.
 
     What the file holds beyond the optimizer's step is dropped, since the run is about to make those steps again. The
-    file must be of this run: its steps lead to the optimizer's memory and counters.
+    file must be of this run: its steps lead to the optimizer's memory, counters and settings, and to the weights, if
+    their fingerprint after that step is in the file, as it is where :meth:`Ledger.anchor` was called.
     """
     path, step = check_file(ledger), optimizer.param_groups[0]["run"]["step"]
     store = Store(path, "timed")
@@ -123,7 +124,9 @@ def rejoin(optimizer: LineSearch, model: Model, ledger: str | os.PathLike[str]) 
         run.anchors = [anchor for anchor in run.anchors if anchor.step <= step]
         again = _optimizer(run.header, named_parameters(model), optimizer.backend)
         _relive(again, run)
-        if _memory(again) != _memory(optimizer):
+        anchors = {anchor.digest for anchor in run.anchors if anchor.step == step}
+        strange = anchors and combined(digests(slot.tensor for slot in optimizer.slots)) not in anchors
+        if _memory(again) != _memory(optimizer) or strange or not has_frozen_of(run.header, model):
             raise LedgerError(
                 f"{path} is the ledger of another run than the one that goes on; give the one that belongs to the "
                 "checkpoint, or a new name"
@@ -138,8 +141,12 @@ def rejoin(optimizer: LineSearch, model: Model, ledger: str | os.PathLike[str]) 
 
 
 def _memory(optimizer: LineSearch) -> list[Any]:
-    """What the steps so far have left in an optimizer."""
-    return [(group["run"], group["memory"]) for group in optimizer.param_groups]
+    """What the steps so far have left in an optimizer, and its settings but for the rate."""
+    others = ("params", "param_names", "lr", "initial_lr", "run")
+    return [
+        {name: value for name, value in (group | group["run"]).items() if name not in (*others, "plateaus")}
+        for group in optimizer.param_groups
+    ]
 
 
 def _sound(path: Path, store: Store, repair: bool) -> LiveRun:

@@ -45,7 +45,7 @@ class Sources:
             places = self._places(name)
         for place in places:
             if (place / "config.json").is_file():
-                return place
+                return place.resolve()
         if self.download and not name.startswith(PACKAGE):
             return None
         raise ExperimentError(

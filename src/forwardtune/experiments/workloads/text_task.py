@@ -64,8 +64,10 @@ class TextTask(Task):
 
     @property
     def data(self) -> dict[str, Any]:
-        majority = self.texts.majority
-        return super().data | ({} if majority is None else {"majority": majority})
+        """With the accuracy of always answering the commonest class of the examples that are looked at."""
+        looked_at = self.texts.test_y[self._sample[1]]
+        majority = {"majority": looked_at.bincount().max().item() / len(looked_at)} if self.texts.classes else {}
+        return super().data | majority
 
     @property
     def guessing(self) -> float:
@@ -119,7 +121,7 @@ class TextTask(Task):
         actual = self.texts.test_y[test]
         test_loss, predicted = self._means(model, self._encoded(self._test, self.texts.test, test), actual)
         found = {"train_loss": train_loss, "test_loss": test_loss}
-        return found | {name: metric(name, actual, predicted) for name in self.metrics}
+        return found | {name: metric(name, actual, predicted, len(self.texts.classes)) for name in self.metrics}
 
     def _means(self, model: nn.Module, examples: list[Rows], actual: Tensor) -> tuple[float, Tensor]:
         logits = self.predict(model, examples)

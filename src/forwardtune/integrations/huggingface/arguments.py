@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -65,9 +66,23 @@ class ForwardTrainingArguments(transformers.TrainingArguments):
         if str(self.method).lower() not in known:
             raise InvalidArgumentError(f"method {self.method!r} is not known; choose one of {', '.join(METHODS)}")
         self.method = known[self.method.lower()]
+        self._check_method_args()
         if self.learning_rate is None:
             self.learning_rate = inspect.signature(METHODS[self.method]).parameters["lr"].default
         super().__post_init__()  # type: ignore[no-untyped-call]
+
+    def _check_method_args(self) -> None:
+        given = json.loads(self.method_args) if isinstance(self.method_args, str) else self.method_args or {}
+        known = inspect.signature(METHODS[self.method]).parameters.keys() - {"params", "lr", "run"}
+        if "rho" not in known and self.rho != 1e-3:
+            raise InvalidArgumentError(f"rho={self.rho:g} has no meaning for {self.method}, which probes at its rate")
+        for name in given:
+            if name not in known:
+                settings = ", ".join(sorted(known)) or "its rate"
+                raise InvalidArgumentError(
+                    f"method_args: {self.method} has no setting {name!r}, only {settings}; "
+                    "seed, distribution and directions are arguments of their own"
+                )
 
     def optimizer(self, params: Any, **run: Any) -> LineSearch:
         """The method over some parameters."""

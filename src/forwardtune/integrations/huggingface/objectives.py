@@ -84,6 +84,8 @@ def _counts(trainer: ForwardTrainer, model: nn.Module, batch: Batch) -> Tensor:
     _, outputs = trainer.compute_loss(model, dict(batch), return_outputs=True)
     logits: Tensor = outputs["logits"] if isinstance(outputs, Mapping) else outputs[1]
     labels: Tensor = batch["labels"]
+    if logits.ndim == 3 and labels.ndim == 2:  # adapters may put tokens in front
+        logits = logits[:, -labels.shape[1] :]
     if _shifts(trainer, batch):
         logits, labels = logits[..., :-1, :], labels[..., 1:]
     if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
@@ -92,6 +94,10 @@ def _counts(trainer: ForwardTrainer, model: nn.Module, batch: Batch) -> Tensor:
             f"{labels.dtype} of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}"
         )
     known = labels != -100
+    if known.any() and int(labels[known].max()) >= logits.shape[-1]:
+        raise InvalidArgumentError(
+            f"the label {int(labels[known].max())} is out of range for a model with {logits.shape[-1]} classes"
+        )
     return counts(logits[known], labels[known])
 
 
@@ -119,6 +125,8 @@ def _mean(trainer: ForwardTrainer, found: Sequence[tuple[Any, int]]) -> Tensor:
     dtype = torch.float32 if device.type == "mps" else torch.float64
     totals = torch.zeros(2, dtype=dtype, device=device)
     for value, weight in found:
+        if not weight:  # no label counts, and the mean of none is not a number
+            continue
         value = torch.as_tensor(value, dtype=dtype, device=device).mean()  # of several, if several GPUs shared a batch
         totals += torch.stack([value * weight, torch.tensor(weight, dtype=dtype, device=device)])
     total: Tensor = trainer.accelerator.reduce(totals, "sum")

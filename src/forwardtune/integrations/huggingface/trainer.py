@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from forwardtune import ledger as ledgers
 from forwardtune.errors import InvalidArgumentError
-from forwardtune.integrations.huggingface.arguments import ForwardTrainingArguments
+from forwardtune.integrations.huggingface.arguments import NO_MEANING, ForwardTrainingArguments
 from forwardtune.integrations.huggingface.library import transformers
 from forwardtune.integrations.huggingface.objectives import Own, choose
 from forwardtune.optimizer import LineSearch
@@ -61,12 +61,29 @@ class ForwardTrainer(transformers.Trainer):
             )
         if self.args.optim_target_modules or self.optimizer_cls_and_kwargs:
             raise InvalidArgumentError("optimizer_cls_and_kwargs has no meaning here; choose the method in args")
-        _check_padding(self.model, self.args.per_device_train_batch_size)
+        sharded = self.accelerator.distributed_type in ("DEEPSPEED", "FSDP", "MEGATRON_LM")
+        if self.accelerator.mixed_precision == "fp16" or sharded:  # by a launcher, past the arguments
+            name = "fp16" if not sharded else {"DEEPSPEED": "deepspeed"}.get(self.accelerator.distributed_type, "fsdp")
+            raise InvalidArgumentError(f"{name} has no meaning with forward passes only: {NO_MEANING[name]}")
+        _check_padding(self.model, max(self.args.per_device_train_batch_size, self.args.per_device_eval_batch_size))
         # No DistributedDataParallel: it would hold a copy of all gradients.
         self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
         self._batches: list[Mapping[str, Any]] = []
         self._begun = False
-        self.add_callback(_CloseLedger)
+        self._ledger: ledgers.Ledger | None = None
+        self.add_callback(_AnchorCheckpoints)
+
+    def train(self, *others: Any, **more: Any) -> Any:
+        """As Trainer's; the ledger is given free however it ends."""
+        try:
+            return super().train(*others, **more)
+        finally:
+            self._close_ledger()
+
+    def _load_best_model(self) -> None:
+        """The ledger ends with the last step's weights, not with the best."""
+        self._close_ledger()
+        super()._load_best_model()
 
     def create_optimizer(self, model: nn.Module | None = None) -> LineSearch:
         """The method that the arguments name, over all that requires a gradient."""
@@ -103,7 +120,7 @@ class ForwardTrainer(transformers.Trainer):
 
     def log(self, logs: dict[str, float], *others: Any, **more: Any) -> None:
         """Adds what the method saw in its last step, and how many evaluations it has used, to logs of the training."""
-        if "loss" in logs and (seen := self._method.last_step):
+        if "loss" in logs and self.optimizer and (seen := self._method.last_step):
             logs.pop("grad_norm", None)  # there are no gradients
             found = {"gamma": seen.gamma, "sigma": seen.sigma, "t": seen.t}
             logs |= {name: value for name, value in found.items() if value is not None}
@@ -135,12 +152,21 @@ class ForwardTrainer(transformers.Trainer):
             else:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 optimizer.recorder = ledgers.Ledger(path, self.model)
+            assert isinstance(optimizer.recorder, ledgers.Ledger)
+            self._ledger = optimizer.recorder
+
+    def _close_ledger(self) -> None:
+        if self._ledger:
+            self._ledger.close()
+            self._ledger = self._method.recorder = None
 
 
 def _check_padding(model: nn.Module, batch: int) -> None:
     """A classifier on top of a causal model finds the end of a text by the token that it is padded with."""
     config: Any = getattr(model, "config", None)
-    if batch > 1 and _classifies(model) and config.pad_token_id is None:
+    if batch == 1 or not _classifies(model) or getattr(config, "pad_token_id", None) is not None:
+        return
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "type_vocab_size"):
         raise InvalidArgumentError(
             "the model has no pad token, by which its head finds the end of a text: set model.config.pad_token_id (and "
             "tokenizer.pad_token) before training, for instance to the end-of-text token"
@@ -166,14 +192,13 @@ def _classifies(model: nn.Module) -> bool:
     return type(inner).__name__.endswith("ForSequenceClassification") and hasattr(inner, "config")
 
 
-class _CloseLedger(transformers.TrainerCallback):
-    """Gives the file free when training ends."""
+class _AnchorCheckpoints(transformers.TrainerCallback):
+    """With every checkpoint the ledger notes the weights, by which it knows a run that goes on from there."""
 
-    def on_train_end(self, *others: Any, optimizer: Any = None, **more: Any) -> None:
-        method = getattr(optimizer, "optimizer", optimizer)
-        if isinstance(method.recorder, ledgers.Ledger):
-            method.recorder.close()
-            method.recorder = None
+    def on_save(self, *others: Any, optimizer: Any = None, **more: Any) -> None:
+        recorder = getattr(optimizer, "optimizer", optimizer).recorder
+        if isinstance(recorder, ledgers.Ledger):
+            recorder.anchor()
 
 
 def _step_with_closure(optimizer: LineSearch, closure: Callable[[], Any] | None = None) -> Any:

@@ -10,8 +10,8 @@ from torch import Tensor
 from forwardtune.errors import ExperimentError
 
 
-def metric(name: str, actual: Tensor, predicted: Tensor) -> float:
-    """`accuracy`, `f1` (of class 1 if there are two, else the mean over classes), `pearson` or `spearman`.
+def metric(name: str, actual: Tensor, predicted: Tensor, classes: int = 2) -> float:
+    """`accuracy`, `f1` (of class 1 if there are two, else the mean over those that occur), `pearson` or `spearman`.
 
     The correlation with an answer that is always the same is 0.
     """
@@ -20,7 +20,7 @@ def metric(name: str, actual: Tensor, predicted: Tensor) -> float:
         from sklearn.metrics import accuracy_score, f1_score
     except ImportError as error:
         raise ExperimentError(f"metrics need scikit-learn ({error}); install it: pip install scikit-learn") from None
-    kind = "binary" if int(max(actual.max(), predicted.max())) < 2 else "macro"
+    kind = "binary" if classes == 2 else "macro"
     known: dict[str, Callable[..., float]] = {
         "accuracy": accuracy_score,
         "f1": lambda a, p: f1_score(a, p, average=kind, zero_division=0),

@@ -41,6 +41,11 @@ class Language:
             raise ExperimentError(f'{self.place} goes on with texts and does not embed them; use the setup "prompt"')
         with self._errors("tokenizer"), quiet():
             self.tokenizer = self._tokenizer()
+        if self.setup_name == "head" and self.kind == "causal" and adapter == "prompt":
+            raise ExperimentError(
+                "tokens put in front hide from a head where a text ends; with a causal model use another adapter, or "
+                'the setup "prompt"'
+            )
         if pad_token:
             if pad_token not in self.tokenizer.get_vocab():
                 raise ExperimentError(f"the tokenizer of {self.place} has no token {pad_token!r} to pad with")
@@ -81,8 +86,10 @@ class Language:
     def setup(self, columns: Sequence[str], template: str, words: Sequence[str], max_length: int) -> Setup:
         """`words` are the answers; the head has as many, or one where it is to tell a score (no words)."""
         limit = getattr(self.config, "max_position_embeddings", None) or max_length
-        room = VIRTUAL_TOKENS if self.adapter == "prompt" else 0
-        max_length = min(max_length, limit - room)
+        if "roberta" in self.config.model_type:  # whose positions begin behind that of the pad token
+            limit -= self.config.pad_token_id + 1
+        room = VIRTUAL_TOKENS if self.adapter in ("prompt", "prefix") else 0
+        max_length = min(max_length, limit - room, self.tokenizer.model_max_length)
         if self.setup_name == "head":
             return Head(self.tokenizer, max_length, max(1, len(words)))
         if self.setup_name == "similarity":
@@ -93,7 +100,7 @@ class Language:
         """Refuses a model that is larger than the memory."""
         if Path(self.place).is_dir():
             with self._errors("size"):
-                needed = _elements(Path(self.place)) * self.dtype.itemsize
+                needed = _elements(Path(self.place), self.config) * self.dtype.itemsize
             try:
                 check_fits(needed, self.place, device)
             except InvalidArgumentError as error:
@@ -110,8 +117,13 @@ class Language:
             kind, more = transformers.AutoModelForSequenceClassification, {"num_labels": answers}
         with self._errors("weights"), quiet():
             model, info = kind.from_pretrained(self.place, dtype=self.dtype, output_loading_info=True, **more)
-        if self.setup_name == "head" and model.config.pad_token_id is None:
+        if self.setup_name == "head" and self.tokenizer.pad_token_id is not None:
             model.config.pad_token_id = self.tokenizer.pad_token_id
+        if self.setup_name == "prompt" and info["missing_keys"]:
+            raise ExperimentError(
+                f"the files of {self.place} lack {min(info['missing_keys'])!r}, without which it cannot go on with a "
+                'text; use the setup "similarity" or "head"'
+            )
         model.eval()
         new = sorted(info["missing_keys"])
         if self.adapter != "none":
@@ -143,13 +155,16 @@ def adapt(model: nn.Module, adapter: str, task: str | None) -> nn.Module:
     return adapted  # type: ignore[no-any-return]
 
 
-def _elements(folder: Path) -> int:
+def _elements(folder: Path, config: Any) -> int:
     """How many weights the files of a model hold."""
     total = 0
     for file in folder.glob("*.safetensors"):
+        if file.name.startswith("consolidated"):  # a copy of the others, in another layout
+            continue
         with safe_open(file, "pt") as content:
             total += sum(math.prod(content.get_slice(name).get_shape()) for name in content.keys())  # noqa: SIM118
-    return total or sum(file.stat().st_size for file in folder.glob("*.bin")) // 4
+    size = (getattr(config, "dtype", None) or torch.float32).itemsize
+    return total or sum(file.stat().st_size for file in folder.glob("*.bin")) // size
 
 
 @contextmanager

@@ -13,6 +13,7 @@ A batch is cut into buckets of about the same length, each padded to its longest
 from __future__ import annotations
 
 import inspect
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,6 +43,12 @@ class Setup(ABC):
     def __init__(self, tokenizer: Any, max_length: int) -> None:
         self.tokenizer, self.max_length = tokenizer, max_length
 
+    @property
+    def _filler(self) -> int:
+        """What stands for nothing."""
+        known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
+        return next((token for token in known if token is not None), 0)
+
     @abstractmethod
     def encode(self, text: Text) -> Rows: ...
 
@@ -57,7 +64,7 @@ class Setup(ABC):
         for bucket in buckets([len(row["input_ids"]) for row in rows]):
             chosen = [rows[i] for i in bucket]
             order += bucket
-            parts.append(read(pad(chosen, self.tokenizer.pad_token_id or 0, device), chosen))
+            parts.append(read(pad(chosen, self._filler, device), chosen))
         return torch.cat(parts)[torch.tensor(order).argsort().to(device)]
 
 
@@ -76,6 +83,8 @@ class Prompt(Setup):
         super().__init__(tokenizer, max_length)
         self.columns, self.template, self.answers = columns, template, len(words)
         check_template(template, columns)
+        if masked and tokenizer.mask_token is None:
+            raise ExperimentError("the tokenizer of this masked language model has no mask token; use another setup")
         self.mask = tokenizer.mask_token_id if masked else None
         self.ending = f" {tokenizer.mask_token}." if masked else ""
         self.words = torch.tensor(_first_tokens(tokenizer, words))
@@ -92,7 +101,7 @@ class Prompt(Setup):
         return ({"input_ids": ids},)
 
     def _ids(self, text: Text) -> list[int]:
-        prompt = self.template.format_map(dict(zip(self.columns, text, strict=True))) + self.ending
+        prompt = fill(self.template, self.columns, text) + self.ending
         ids: list[int] = self.tokenizer(prompt)["input_ids"]
         start, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         if self.mask is None:
@@ -117,7 +126,7 @@ class Prompt(Setup):
 
     def _place(self, ids: list[int], width: int) -> int:
         """Where the answer is read, counted from the end, since adapters may put tokens in front."""
-        return (len(ids) - 1 if self.mask is None else ids.index(self.mask)) - width
+        return (len(ids) if self.mask is None else len(ids) - ids[::-1].index(self.mask)) - 1 - width
 
 
 class Similarity(Setup):
@@ -131,19 +140,20 @@ class Similarity(Setup):
         check_template(template, columns)
         if len(columns) == 2 and self.answers != 2:
             raise ExperimentError(f"two texts are alike or not; similarity cannot tell {self.answers} classes of them")
-        around = template.format_map(dict.fromkeys(columns, "")).strip()
+        around = fill(template, columns, [""] * len(columns)).strip()
         self.labels = [] if len(columns) == 2 else [self._row(f"{around} {word}.".strip()) for word in words]
 
     def encode(self, text: Text) -> Rows:
         return tuple(map(self._row, text))
 
     def _row(self, text: str) -> Row:
-        return {"input_ids": self.tokenizer(text, truncation=True, max_length=self.max_length)["input_ids"]}
+        ids = self.tokenizer(text, truncation=True, max_length=self.max_length)["input_ids"]
+        return {"input_ids": ids or [self._filler]}
 
     def logits(self, model: nn.Module, examples: Sequence[Rows]) -> Tensor:
         def read(inputs: dict[str, Tensor], rows: list[Row]) -> Tensor:
-            hidden = model(**inputs).last_hidden_state.float()
             mask = inputs["attention_mask"].unsqueeze(-1).float()
+            hidden = model(**inputs).last_hidden_state[:, -mask.shape[1] :].float()  # without an adapter's tokens
             return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
 
         n = len(examples)
@@ -164,6 +174,8 @@ class Head(Setup):
 
     def encode(self, text: Text) -> Rows:
         found = self.tokenizer(*text, truncation=True, max_length=self.max_length)
+        if not found["input_ids"]:
+            return ({"input_ids": [self._filler]},)
         return ({name: list(found[name]) for name in ("input_ids", "token_type_ids") if name in found},)
 
     def logits(self, model: nn.Module, examples: Sequence[Rows]) -> Tensor:
@@ -179,16 +191,21 @@ def score_between(logits: Tensor, low: float, high: float) -> Tensor:
     return logits[:, 0] if logits.shape[1] == 1 else low + (high - low) * logits.softmax(1)[:, 1]
 
 
+def fill(template: str, columns: Sequence[str], text: Sequence[str]) -> str:
+    """A template with the texts in their places, `{column}`."""
+    cells = dict(zip(columns, text, strict=True))
+    return re.sub(r"\{([^{}]*)\}", lambda place: cells[place[1]], template)
+
+
 def check_template(template: str, columns: Sequence[str]) -> None:
     """A template must hold every text, and nothing that is not there."""
-    try:
-        filled = template.format_map({column: f"\0{i}\0" for i, column in enumerate(columns)})
-    except (KeyError, ValueError, IndexError, AttributeError) as error:
-        raise ExperimentError(
-            f"the template {template!r} asks for {error}; it can hold {', '.join(f'{{{c}}}' for c in columns)}"
-        ) from None
-    for i, column in enumerate(columns):
-        if f"\0{i}\0" not in filled:
+    places = re.findall(r"\{([^{}]*)\}", template)
+    for place in places:
+        if place not in columns:
+            holds = ", ".join(f"{{{column}}}" for column in columns)
+            raise ExperimentError(f"the template {template!r} asks for {place!r}; it can hold {holds}")
+    for column in columns:
+        if column not in places:
             raise ExperimentError(f"the template {template!r} does not hold {{{column}}}; add it")
 
 
@@ -219,7 +236,10 @@ def pad(rows: Sequence[Row], token: int, device: torch.device) -> dict[str, Tens
 
 def _first_tokens(tokenizer: Any, words: Sequence[str]) -> list[int]:
     """The token that begins each word, as it follows others."""
-    found = [tokenizer(f" {word}", add_special_tokens=False)["input_ids"][0] for word in words]
+    tokens = [tokenizer(f" {word}", add_special_tokens=False)["input_ids"] for word in words]
+    if not all(tokens):
+        raise ExperimentError(f"the word {words[tokens.index([])]!r} has no token; give another for the class")
+    found = [ids[0] for ids in tokens]
     if len(set(found)) < len(found):
         double = [word for word, token in zip(words, found, strict=True) if found.count(token) > 1]
         raise ExperimentError(

@@ -48,11 +48,6 @@ class Texts:
         content = json.dumps([self.train, self.train_y.tolist(), self.test, self.test_y.tolist(), self.classes])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
-    @property
-    def majority(self) -> float | None:
-        """The accuracy of always answering the commonest class of the test set."""
-        return self.test_y.bincount().max().item() / len(self.test_y) if self.classes else None
-
 
 def rows(file: Path) -> list[Row]:
     """The table in a .csv, .tsv or .jsonl file."""
@@ -99,11 +94,16 @@ def cell(row: Row, column: str) -> Any:
     where, cells = row
     if column not in cells:
         raise ExperimentError(f"{where}: there is no column {column!r}, only {', '.join(map(repr, cells))}")
+    if cells[column] is None:
+        raise ExperimentError(f"{where}: the cell of {column!r} is empty; fill it, or leave the line out")
     return cells[column]
 
 
 def classes_of(found: Sequence[Row], column: str) -> tuple[str, ...]:
     """The different labels, in order."""
+    for row in found:
+        if not str(cell(row, column)).strip():
+            raise ExperimentError(f"{row[0]}: the label is empty; fill it, or leave the line out")
     classes = sorted({str(cell(row, column)) for row in found})
     if len(classes) == 1 or len(classes) > MANY:
         raise ExperimentError(
@@ -138,17 +138,14 @@ def scores_of(found: Sequence[Row], column: str, low: float, high: float) -> Ten
 
 
 def from_files(train: Path, test: Path | None, columns: tuple[str, ...], label: str) -> Texts:
-    """A user's own classes; without a test file a tenth of the examples, drawn once, is held out."""
+    """A user's own classes; without a test file a tenth of every class, drawn once, is held out."""
     found = rows(train)
     classes = classes_of(found, label)
     note = ""
     if test is None:
-        order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0)).tolist()
-        held = max(1, len(found) // 10)
-        tests, found = [found[i] for i in sorted(order[:held])], [found[i] for i in sorted(order[held:])]
-        note = f"{held} of the examples in {train.name} are held out to test"
-        if not found:
-            raise ExperimentError(f"{train} has only one example; give more, or a file to test on")
+        held = _tenth(numbers_of(found, label, classes))
+        tests, found = ([row for i, row in enumerate(found) if (i in held) is part] for part in (True, False))
+        note = f"{len(held)} of the examples in {train.name} are held out to test"
     else:
         tests = rows(test)
     return Texts(
@@ -161,3 +158,17 @@ def from_files(train: Path, test: Path | None, columns: tuple[str, ...], label: 
         names=classes,
         note=note,
     )
+
+
+def _tenth(labels: Tensor) -> set[int]:
+    """The numbers of a tenth of every class that has two examples or more, at least one."""
+    held: set[int] = set()
+    for label in set(labels.tolist()):
+        own = (labels == label).nonzero()[:, 0]
+        order = own[torch.randperm(len(own), generator=torch.Generator().manual_seed(0))].tolist()
+        held.update(order[: max(1, round(len(order) / 10)) if len(order) > 1 else 0])
+    if not held:
+        raise ExperimentError(
+            "every class has one example only, so none can be held out; give more, or a file to test on"
+        )
+    return held
