@@ -161,6 +161,7 @@ def snapshot(model, optimizer, make):
     return pair[0]
 
 
+@pytest.mark.filterwarnings("ignore:.* steps saw the same loss")  # in bfloat16, at S2P's distances
 @every_method
 @pytest.mark.parametrize("how", [pickled, deep_copied, saved, snapshot])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

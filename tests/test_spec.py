@@ -163,12 +163,23 @@ def test_presets(name):
     assert spec.description
     assert plan(spec)
     kind, _, stem = name.rpartition("/")
-    if kind == "full" and stem != "vgg11-failure":
+    texts = spec.workloads[0].network == "transformer"
+    if kind == "full" and texts:
+        assert {m.label: m.lr for m in spec.methods} == {
+            name: pytest.approx([lr / 10 for lr in rates]) for name, rates in PAPER.items()
+        }
+        epochs = {"mrpc": 500, "sst2": 100, "qnli": 100, "stsb": 500, "rte": 500}
+        assert {w.data: w.epochs for w in spec.workloads} == epochs
+        assert {(w.batch, w.seeds, w.weights) for w in spec.workloads} == {(32, (0, 1, 2), "gpt2")}
+        assert spec.rates_from == "mrpc"
+        chosen = plan(spec, {method.label: method.lr[0] for method in spec.methods})
+        assert len(chosen) == 3 * (4 + 6 + 6) + 4 * 3 * 3
+    elif kind == "full" and stem != "vgg11-failure":
         assert {m.label: m.lr for m in spec.methods} == PAPER
         assert {w.network for w in spec.workloads} == {"densenet121", "resnet18", "vgg11", "vit_b_16"}
         assert {(w.batch, w.epochs, w.seeds) for w in spec.workloads} == {(1024, int(stem.split("-")[1]), (0, 1, 2))}
     if kind == "reduced":  # one of every full one, and every grid widened alike
-        full = presets.read(f"full/{stem}")
+        full = presets.read("full/glue" if texts else f"full/{stem}")
         assert {w.network for w in spec.workloads} == {w.network for w in full.workloads}
         steps = {tuple(round(b / a, 6) for a, b in zip(m.lr, m.lr[1:], strict=False)) for m in spec.methods}
         assert len(steps) == 1

@@ -40,4 +40,4 @@ def warn(text: str) -> None:
     level = 2
     while frame and frame.f_globals.get("__name__", "").split(".")[0] in OURS:
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, RuntimeWarning, stacklevel=level - 1)
+    warnings.warn(text, RuntimeWarning, stacklevel=level)
