@@ -59,7 +59,7 @@ class ForwardTrainer(transformers.Trainer):
             raise InvalidArgumentError(
                 f"the optimizer must be one of forwardtune's, not {type(self.optimizer).__name__}: it needs gradients"
             )
-        if self.args.optim_target_modules or self.optimizer_cls_and_kwargs:
+        if self.optimizer_cls_and_kwargs:
             raise InvalidArgumentError("optimizer_cls_and_kwargs has no meaning here; choose the method in args")
         sharded = self.accelerator.distributed_type in ("DEEPSPEED", "FSDP", "MEGATRON_LM")
         if self.accelerator.mixed_precision == "fp16" or sharded:  # by a launcher, past the arguments
