@@ -37,9 +37,9 @@ def test_a_run_is_the_plain_loop(tmp_path):
         steps.append(optimizer.last_step)
         scheduler.step()
     final = task.evaluate(model)
-    assert result["curve"]["train_loss"] == [*losses, final.train_loss]
+    assert result["curve"]["train_loss"] == [*losses, final["train_loss"]]
     assert result["curve"]["queries"] == [0, 16, 30, 44, 60]
-    assert result["final"] == final._asdict()
+    assert result["final"] == final
     assert result["trace"]["gamma"] == [abs(step.gamma) for step in steps]
     assert result["trace"]["sigma"] == [step.sigma for step in steps]
     assert result["trace"]["alpha"] == [abs(step.t) for step in steps]

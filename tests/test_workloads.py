@@ -268,8 +268,9 @@ def test_checkpoints_for_another_architecture_are_refused(tmp_path):
         (tmp_path / name).write_bytes(b"nothing")
         with pytest.raises(ExperimentError, match=f"{name} cannot be read"):
             networks.read_weights(tmp_path / name)
+    task = prepare(parse(text_for("resnet18", "other.pth")).workloads[0], Sources(None, tmp_path), "cpu")
     with pytest.raises(ExperimentError, match=r"there is no file at .*other.pth; put it there, or set weights to"):
-        Sources(None, tmp_path).file("other.pth")
+        task.check()
 
 
 def test_torchvisions_weights_are_asked_for_by_name_only(tmp_path):
