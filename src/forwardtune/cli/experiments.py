@@ -38,7 +38,7 @@ Preset = Annotated[str | None, typer.Option(help="One that ships, see `forwardtu
 Out = Annotated[Path | None, typer.Option(help="Folder of the results.", show_default="results/NAME")]
 Data = Annotated[
     Path | None,
-    typer.Option(envvar="FORWARDTUNE_DATA", help="Folder with MNIST, CIFAR-10, weights.", show_default=False),
+    typer.Option(envvar="FORWARDTUNE_DATA", help="Folder with MNIST, CIFAR-10, GLUE, weights.", show_default=False),
 ]
 Download = Annotated[bool, typer.Option("--download", help="Let torchvision fetch missing data and weights.")]
 Device = Annotated[str | None, typer.Option(help="Where the runs are made.", show_default="a GPU if there is one")]
