@@ -259,14 +259,12 @@ def test_callbacks_schedulers_evaluation_and_compute_loss_func(tmp_path):
     def twice(outputs, labels, num_items_in_batch=None):
         return 2 * F.cross_entropy(outputs.logits, labels)
 
-    data = sentences()
+    data, slow = sentences(), {"method": "MeZO", "learning_rate": 5e-3, "warmup_steps": 2}
     made = trainer(
         tmp_path,
         classifier(),
         data,
-        method="MeZO",
-        learning_rate=5e-3,
-        warmup_steps=2,
+        **slow,
         eval_strategy="steps",
         eval_steps=3,
         more={"callbacks": [Stop()], "eval_dataset": data, "compute_loss_func": twice},
@@ -282,9 +280,7 @@ def test_callbacks_schedulers_evaluation_and_compute_loss_func(tmp_path):
         tmp_path,
         classifier(),
         data,
-        method="MeZO",
-        learning_rate=5e-3,
-        warmup_steps=2,
+        **slow,
         max_steps=6,
         more={"compute_loss_func": twice},
     )

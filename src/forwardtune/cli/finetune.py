@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json as json_lines
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,8 +15,9 @@ from forwardtune.cli.progress import Listener
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments.comparison import Machine
 from forwardtune.experiments.plan import Run
+from forwardtune.experiments.report.tables import as_csv
 from forwardtune.experiments.runner import Event
-from forwardtune.experiments.spec import TEXTS, TRANSFORMER, Method, Workload
+from forwardtune.experiments.spec import DECAYS, TEXTS, TRANSFORMER, Method, Workload
 from forwardtune.experiments.store import write_text
 from forwardtune.experiments.toml_tables import one_of
 from forwardtune.experiments.workloads import Sources, check_transformers
@@ -115,7 +114,7 @@ def finetune(
         text=tuple(text_column or ["text"]) if train else (),
         label=label_column or "label" if train else "",
     )
-    one_of("decay", decay, ("cosine", "linear", "none"))
+    one_of("decay", decay, DECAYS)
     machine = Machine.choose(device, workers=1, threads=threads)
     torch.set_num_threads(machine.threads)
     listener = _Tells(listener_for(quiet, json, None), quiet or json)
@@ -177,7 +176,7 @@ def predict(
     for (_, row), answer in zip(found, asked.answers(texts_of(found, asked.columns)), strict=True):
         sure = {} if answer.probability is None else {"probability": round(answer.probability, 4)}
         answers.append({**row, "prediction": answer.prediction, **sure})
-    content = _csv(answers) if out and out.suffix == ".csv" else _jsonl(answers)
+    content = as_csv(answers) if out and out.suffix == ".csv" else _jsonl(answers)
     if out:
         write_text(out, content)
         console.print(f"wrote {len(answers):,} predictions to {out}", markup=False)
@@ -212,14 +211,6 @@ class _Tells(Listener):
         if event["event"] == "start" and not self.silent:
             console.print(event["about"], markup=False)
         self.then(event)
-
-
-def _csv(found: list[dict[str, Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in found for name in row)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(found)
-    return text.getvalue()
 
 
 def _jsonl(found: list[dict[str, Any]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
@@ -41,12 +41,17 @@ class Table:
         return markdown(self.header, self.rows)
 
     def csv(self) -> str:
-        text = io.StringIO()
-        names = dict.fromkeys(name for record in self.records for name in record)
-        writer = csv.DictWriter(text, list(names), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.records)
-        return text.getvalue()
+        return as_csv(self.records)
+
+
+def as_csv(records: Iterable[Mapping[str, Any]]) -> str:
+    """A row a record, a column for every name that occurs."""
+    records, text = list(records), io.StringIO()
+    names = dict.fromkeys(name for record in records for name in record)
+    writer = csv.DictWriter(text, list(names), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -154,19 +154,20 @@ class TextTask(Task):
 
     def make_base(self, file: Path) -> None:
         """Only what is not in the model's own files."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model, new = self.language.build(self.setup.answers)
+        model, new = self._built()
         state = model.state_dict()
         made = {name: state[name].contiguous().clone() for name in new}
         publish(file, lambda path: save_file(made, path))
 
     def start(self, base: Path) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model, _ = self.language.build(self.setup.answers)
+        model, _ = self._built()
         model.load_state_dict(load_file(base), strict=False)
         return model.to(self.device)
+
+    def _built(self) -> tuple[nn.Module, list[str]]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return self.language.build(self.setup.answers)
 
 
 def _texts(workload: Workload, sources: Sources) -> Texts:

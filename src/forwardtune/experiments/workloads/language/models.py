@@ -18,7 +18,6 @@ from forwardtune.integrations.huggingface.library import transformers
 from forwardtune.integrations.huggingface.memory import check_fits
 
 VIRTUAL_TOKENS = 8
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
 class Language:
@@ -27,7 +26,8 @@ class Language:
     def __init__(
         self, place: Path | str, setup: str, adapter: str = "none", dtype: str = "float32", pad_token: str = ""
     ) -> None:
-        self.place, self.adapter, self.dtype = str(place), adapter, DTYPES[dtype]
+        self.place, self.adapter = str(place), adapter
+        self.dtype: torch.dtype = getattr(torch, dtype)
         with self._errors("config"), quiet():
             self.config = transformers.AutoConfig.from_pretrained(self.place)
         self.kind = self._kind()
