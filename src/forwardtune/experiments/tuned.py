@@ -42,11 +42,11 @@ def finetune(run: Run, out: Path, sources: Sources, *, device: str = "cpu", tell
         raise ExperimentError(f"{out} holds the result of another run; choose another folder with --out")
     if out.exists() and not (out / "run").is_dir() and any(out.iterdir()):
         raise ExperimentError(f"{out} is not empty; choose another folder with --out")
+    task = prepare(run.workload, sources, device)
+    assert isinstance(task, TextTask)
+    task.check()
     store = Store(out / "run")
     with store.lock():
-        task = prepare(run.workload, sources, device)
-        assert isinstance(task, TextTask)
-        task.check()
         result = execute(run, store, sources, device=device, tell=tell)
         if result["status"] == "diverged":
             raise ExperimentError(
