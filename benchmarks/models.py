@@ -30,7 +30,7 @@ def digits_network() -> nn.Sequential:
 
 def gpt2(batch: int = 32, length: int = 64) -> tuple[nn.Module, Closure]:
     """GPT-2 (124M) with random weights, and its language-model loss on a random batch."""
-    from forwardtune.integrations.torchvision import make_importable
+    from forwardtune._compat.torchvision import make_importable
 
     make_importable()
     from transformers import GPT2Config, GPT2LMHeadModel

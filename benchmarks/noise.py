@@ -38,7 +38,7 @@ def main() -> None:
         """The three passes of a two-point step: to one probe, to the other, and to where it wants to stand."""
         step = next(steps)
         for here, there in itertools.pairwise((0.0, 1e-3, -1e-3, 1e-4)):
-            field.walk(step, [Term(0, [here], [there])])
+            field.move(step, [Term(0, [here], [there])])
 
     candidates = {"in-place add": lambda: [p.add_(1e-3) for _ in range(3) for p in parameters]}
     for name, field in fields.items():

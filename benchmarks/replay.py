@@ -29,7 +29,7 @@ from benchmarks.noise import gpt2_shapes
 from forwardtune.ledger import read
 from forwardtune.ledger.format import Row, pack
 from forwardtune.ledger.replay import advance
-from forwardtune.ledger.store import Store
+from forwardtune.ledger.journal import Journal
 from forwardtune.noise import DISTRIBUTIONS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -130,7 +130,7 @@ def sqlite(path: Path) -> Callable[[int, bytes], object]:
 
 
 def journal(path: Path) -> Callable[[int, bytes], object]:
-    store = Store.create(path, "{}", "timed")
+    store = Journal.create(path, "{}", "timed")
     return lambda step, numbers: store.append([Row(numbers)], step)
 
 

@@ -26,7 +26,7 @@ def main() -> None:
             weights = torch.zeros(size)
             field = Field([[weights]], distribution=distribution)
             repeats = max(1, 20_000_000 // size)
-            run = {"pass": lambda field=field, n=repeats: [field.walk(0, [Term(0, [1e-3], [-1e-3])]) for _ in range(n)]}
+            run = {"pass": lambda field=field, n=repeats: [field.move(0, [Term(0, [1e-3], [-1e-3])]) for _ in range(n)]}
             seconds[size] = interleaved(run, options.rounds)["pass"] / repeats
         last = f"{SIZES[-1]:,} weights"
         costs = [

@@ -6,8 +6,8 @@ from safetensors.torch import load_file, save_file
 
 import forwardtune as ft
 from forwardtune.integrations.huggingface import footprint
-from tests import tiny
-from tests.trainers import causal, ragged, trainer
+from tests.helpers import tiny
+from tests.helpers.trainers import causal, ragged, trainer
 
 import peft  # isort: skip
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig  # isort: skip

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_model
 
 import forwardtune as ft
-from forwardtune.ledger.store import MAGIC, frame
-from tests.runs import Net, recorded, same
+from forwardtune.ledger.journal import MAGIC, frame
+from tests.helpers.runs import Net, recorded, same
 
 
 def command(*arguments):

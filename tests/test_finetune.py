@@ -16,8 +16,8 @@ import forwardtune as ft
 from forwardtune.cli.main import app
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments import runner
-from forwardtune.experiments.tuned import Tuned
-from tests import tiny
+from forwardtune.finetuning.tuned import Tuned
+from tests.helpers import tiny
 
 from transformers import AutoModelForCausalLM  # isort: skip
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 import forwardtune as ft
 from forwardtune.errors import InvalidArgumentError, LedgerError
 from forwardtune.integrations.huggingface import ForwardTrainer, ForwardTrainingArguments, footprint
-from forwardtune.integrations.huggingface.memory import check_fits
-from tests.trainers import causal, classifier, ragged, sentences, trainer, weights
+from forwardtune.integrations.huggingface.footprint import check_fits
+from tests.helpers.trainers import causal, classifier, ragged, sentences, trainer, weights
 
 from transformers import TrainerCallback, TrainingArguments  # isort: skip
 

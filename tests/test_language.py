@@ -14,12 +14,12 @@ from forwardtune.experiments.runner import execute
 from forwardtune.experiments.scoring import chosen_rates, score
 from forwardtune.experiments.spec import Workload
 from forwardtune.experiments.store import Store
-from forwardtune.experiments.workloads import Sources, prepare
-from forwardtune.experiments.workloads.language import glue, models, setups, texts
-from forwardtune.experiments.workloads.language.metrics import metric
-from forwardtune.experiments.workloads.language.models import Language
-from tests import tiny
-from tests.comparisons import DATA, needs_data, parse
+from forwardtune.tasks import Sources, prepare
+from forwardtune.tasks.texts import glue, models, setups, texts
+from forwardtune.metrics import metric
+from forwardtune.tasks.texts.models import Language
+from tests.helpers import tiny
+from tests.helpers.comparisons import DATA, needs_data, parse
 
 
 def write(file, rows):
@@ -340,7 +340,7 @@ def test_models_and_questions_that_make_no_sense(folders, monkeypatch):
     complains(r"no model at .*nowhere.*no folder with a config.json", "nowhere")
     complains("in a package that is not installed: pip install no_such_package", "package:no_such_package/model")
     complains("the template alone has 8 tokens or more", template="{text} " + "it was " * 8, max_length=8)
-    monkeypatch.setattr("forwardtune.integrations.huggingface.memory.available", lambda device: 1000)
+    monkeypatch.setattr("forwardtune.integrations.huggingface.footprint.available", lambda device: 1000)
     complains(r"causal needs .* for its weights alone, and 1 kB are free on cpu; choose a smaller model")
 
 

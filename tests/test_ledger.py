@@ -19,9 +19,9 @@ from torch import nn
 
 import forwardtune as ft
 from forwardtune.ledger import diff, export, read, replay_file
-from forwardtune.noise import Slot, Term, Walker
+from forwardtune.noise import Slot, Term, Mover
 from forwardtune.noise.distributions import DISTRIBUTIONS
-from tests.runs import METHODS, Net, gone_on, loss, recorded, same, snapshot
+from tests.helpers.runs import METHODS, Net, gone_on, loss, recorded, same, snapshot
 
 GOLDEN = Path(__file__).with_name("data")
 
@@ -205,12 +205,12 @@ def test_a_chain_is_its_walks_one_after_the_other(dtype, distribution):
         ]
     for backend, part in (("numba", tensors), ("reference", copies)):
         slots = [Slot(tensor, number, number % 2) for number, tensor in enumerate(part)]
-        walker = Walker(slots, 2, seed=5, distribution=distribution, backend=backend)
+        mover = Mover(slots, 2, seed=5, distribution=distribution, backend=backend)
         if backend == "numba":
-            walker.chain(walks)
+            mover.chain(walks)
         else:
             for step, terms in walks:
-                walker.walk(step, terms)
+                mover.move(step, terms)
     assert same(dict(enumerate(tensors)), dict(enumerate(copies)))
 
 
@@ -486,8 +486,8 @@ def test_checkpoints_only_shorten_a_resume(path, monkeypatch):
     files = sorted(file.name for file in path.parent.glob("*.safetensors"))
     assert files == ["run.ledger.20.safetensors"]
     walked = []
-    chain = Walker.chain
-    monkeypatch.setattr(Walker, "chain", lambda self, walks: (walked.extend(walks), chain(self, walks)))
+    chain = Mover.chain
+    monkeypatch.setattr(Mover, "chain", lambda self, walks: (walked.extend(walks), chain(self, walks)))
     model = Net()
     model.first.weight.data.zero_()  # the base weights are not needed
     again, step = ft.resume(model, path)  # goes on with checkpoints every 10 steps
@@ -578,7 +578,7 @@ def test_another_method_of_that_name_cannot_go_on(path, monkeypatch):
 
 def _longer(memory, *, lr, rho, tau_a, tau_b, window):
     gamma = ((yield +rho) - (yield -rho)) / (2 * rho)
-    return ft.Stand(-2 * lr * gamma)
+    return ft.Decision(-2 * lr * gamma)
 
 
 def test_a_method_of_ones_own_is_found_by_its_name(path):
@@ -588,7 +588,7 @@ def test_a_method_of_ones_own_is_found_by_its_name(path):
             plus = yield +lr
             minus = yield -lr
             memory["seen"] = (*memory.get("seen", ()), (plus, minus))[-2:]
-            return ft.Stand(lr if plus < minus else -lr)
+            return ft.Decision(lr if plus < minus else -lr)
 
         def __init__(self, params, lr=1e-2, **run):
             super().__init__(params, {"lr": lr}, **run)

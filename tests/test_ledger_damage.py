@@ -27,9 +27,9 @@ import forwardtune as ft
 from forwardtune.ledger import export, read
 from forwardtune.ledger.export import _checksum
 from forwardtune.ledger.fingerprint import combined, digests
-from forwardtune.ledger.store import MAGIC, Store, frame
-from forwardtune.noise import Walker
-from tests.runs import Net, loss, recorded, same, snapshot
+from forwardtune.ledger.journal import MAGIC, Journal, frame
+from forwardtune.noise import Mover
+from tests.helpers.runs import Net, loss, recorded, same, snapshot
 
 STEPS = 30
 
@@ -411,7 +411,7 @@ def test_a_sync_that_fails_undoes_the_step(tmp_path, monkeypatch):
         raise OSError("Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("forwardtune.ledger.store.os.fsync", broken)
+        patch.setattr("forwardtune.ledger.journal.os.fsync", broken)
         with pytest.raises(ft.LedgerError, match="cannot be forced to the disk"):
             optimizer.step(lambda: loss(model))
     assert read(path).end == 3
@@ -468,7 +468,7 @@ def test_an_interrupt_while_a_step_is_settled_comes_after_it(tmp_path, monkeypat
     """The step is recorded, taken and counted, whether the run goes on or not."""
     path = tmp_path / "run.ledger"
     model, optimizer, _ = recorded(path, steps=5)
-    owner = {"append": Store, "walk": Walker}[where]
+    owner = {"append": Journal, "walk": Mover}[where]
     original, calls = getattr(owner, where), []
 
     def interrupted(self, *arguments):
@@ -494,11 +494,11 @@ def test_an_interrupt_while_a_step_is_settled_comes_after_it(tmp_path, monkeypat
 @pytest.mark.parametrize(("policy", "synced"), [(1, 12), (5, 2), ("never", 0), ("timed", 3)])
 def test_policies_sync_when_they_say(tmp_path, monkeypatch, policy, synced):
     calls, now = [], [0.0]
-    monkeypatch.setattr("forwardtune.ledger.store.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("forwardtune.ledger.journal.time.monotonic", lambda: now[0])
     x = torch.zeros(3)
     optimizer = ft.STP([x], recorder=ft.Ledger(tmp_path / "run.ledger", {"x": x}, fsync=policy))
     optimizer.step(lambda: (x * x).sum())
-    monkeypatch.setattr("forwardtune.ledger.store.os.fsync", calls.append)
+    monkeypatch.setattr("forwardtune.ledger.journal.os.fsync", calls.append)
     for _ in range(12):
         now[0] += 1.5
         optimizer.step(lambda: (x * x).sum())

@@ -9,13 +9,13 @@ import sys
 import pytest
 import torch
 
-from tests.runs import METHODS, same
+from tests.helpers.runs import METHODS, same
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_killed_run_ends_as_one_that_was_left_alone(tmp_path, method, dtype):
-    command = [sys.executable, "-m", "tests.killed_run", tmp_path, method, dtype, "50"]
+    command = [sys.executable, "-m", "tests.helpers.killed_run", tmp_path, method, dtype, "50"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)

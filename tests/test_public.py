@@ -18,7 +18,7 @@ PUBLIC = {
     "RunOptions",
     "S2P",
     "STP",
-    "Stand",
+    "Decision",
     "StepRecord",
     "VS2P",
     "replay",
@@ -41,7 +41,7 @@ def test_a_new_method_is_one_function_and_one_class():
         memory["tosses"] = memory.get("tosses", 0) + 1
         here = yield 0.0
         there = yield lr
-        return ft.Stand(lr if there < here else 0.0)
+        return ft.Decision(lr if there < here else 0.0)
 
     class Coin(ft.LineSearch):
         search = staticmethod(coin)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from forwardtune.cli import presets
+from forwardtune import presets
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments.plan import plan
 from forwardtune.experiments.store import Store
@@ -14,7 +14,7 @@ from forwardtune.reproduction.page import page
 
 def make_up(folder, name, but=()):
     """Results for a preset: accuracy and loss follow from the method, the rate and the seed."""
-    spec = presets.read(name)
+    spec = presets.load(name)
     store = Store(folder / name)
     for run in plan(spec):
         if run.workload.network in but:

@@ -17,7 +17,7 @@ from forwardtune.experiments.comparison import Machine, check_finished, compare
 from forwardtune.experiments.plan import plan
 from forwardtune.experiments.runner import batch_numbers, execute, rate
 from forwardtune.experiments.store import Store
-from forwardtune.experiments.workloads import Sources, prepare
+from forwardtune.tasks import Sources, prepare
 
 
 def test_a_run_is_the_plain_loop(tmp_path):
@@ -200,7 +200,7 @@ class Tricky(torch.nn.Module):
 @pytest.mark.parametrize("query", [1, 2, 3, 4, 17, 18, 60])
 def test_killed_in_the_middle_of_a_step(tmp_path, monkeypatch, query):
     """Dropout and BatchNorm go on as if the process had not been killed, also in the first step."""
-    monkeypatch.setattr("forwardtune.experiments.workloads.networks.cnn", Tricky)
+    monkeypatch.setattr("forwardtune.tasks.images.networks.cnn", Tricky)
     run = plan(parse())[0]
     execute(run, Store(tmp_path / "whole"), Sources())
     store = Store(tmp_path / "killed")
@@ -260,7 +260,7 @@ def test_a_checkpoint_that_was_replaced_is_another_base(tmp_path):
     """Also one of the same name and size."""
     from safetensors.torch import save_file
 
-    from forwardtune.experiments.workloads import networks
+    from forwardtune.tasks.images import networks
 
     text = TEXT.replace('"random"', '"base.safetensors"').replace("[0, 1]", "[0]").replace("[1, 4]", "[1]")
     sources, store = Sources(None, tmp_path), Store(tmp_path / "store")

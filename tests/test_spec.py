@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from comparisons import TEXT, parse
 
-from forwardtune.cli import presets
+from forwardtune import presets
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments import spec as specs
 from forwardtune.experiments.plan import plan
@@ -141,12 +141,12 @@ def test_bad_specs_are_refused_in_a_sentence(old, new, complaint):
 
 def test_a_file_that_is_not_there():
     with pytest.raises(ExperimentError, match=r"nothing.toml cannot be read .*`forwardtune presets` lists"):
-        specs.read(Path("nothing.toml"))
+        specs.load(Path("nothing.toml"))
 
 
 def test_an_unknown_preset():
     with pytest.raises(ExperimentError, match=r"there is no preset 'digit' .did you mean 'digits'"):
-        presets.read("digit")
+        presets.load("digit")
 
 
 PAPER = {
@@ -156,9 +156,9 @@ PAPER = {
 }
 
 
-@pytest.mark.parametrize("name", presets.names())
+@pytest.mark.parametrize("name", presets.files())
 def test_presets(name):
-    spec = presets.read(name)
+    spec = presets.load(name)
     assert spec.title
     assert spec.description
     assert plan(spec)
@@ -179,7 +179,7 @@ def test_presets(name):
         assert {w.network for w in spec.workloads} == {"densenet121", "resnet18", "vgg11", "vit_b_16"}
         assert {(w.batch, w.epochs, w.seeds) for w in spec.workloads} == {(1024, int(stem.split("-")[1]), (0, 1, 2))}
     if kind == "reduced":  # one of every full one, and every grid widened alike
-        full = presets.read("full/glue" if texts else f"full/{stem}")
+        full = presets.load("full/glue" if texts else f"full/{stem}")
         assert {w.network for w in spec.workloads} == {w.network for w in full.workloads}
         steps = {tuple(round(b / a, 6) for a, b in zip(m.lr, m.lr[1:], strict=False)) for m in spec.methods}
         assert len(steps) == 1

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile_without_fused_or_approximate_operations(capability, tmp_path):
-    script = Path(__file__).with_name("compile_triton.py")
+    script = Path(__file__).parent / "helpers" / "compile_triton.py"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     result = subprocess.run(
         [sys.executable, str(script), str(capability)], env=environment, capture_output=True, text=True, check=False

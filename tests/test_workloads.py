@@ -15,9 +15,9 @@ from forwardtune.experiments.comparison import Machine, compare
 from forwardtune.experiments.plan import plan
 from forwardtune.experiments.runner import base_of, execute
 from forwardtune.experiments.store import Store
-from forwardtune.experiments.workloads import Sources, networks, prepare
-from forwardtune.experiments.workloads.data import cifar10, digits, load, mnist
-from forwardtune.integrations.torchvision import torchvision
+from forwardtune.tasks import Sources, networks, prepare
+from forwardtune.tasks.images.data import cifar10, digits, load, mnist
+from forwardtune._compat.torchvision import torchvision
 
 NETWORKS = ("densenet121", "resnet18", "vgg11", "vit_b_16")
 WEIGHTS = {
@@ -121,7 +121,7 @@ def test_what_is_missing_is_downloaded_and_nothing_else(tmp_path, monkeypatch):
         for part in ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"):
             (folder / "cifar-10-batches-py" / part).write_bytes(content)
 
-    monkeypatch.setattr("forwardtune.experiments.workloads.data._download", fetch)
+    monkeypatch.setattr("forwardtune.tasks.images.data._download", fetch)
     (tmp_path / "cifar-10-batches-bin").mkdir()
     for part in ("data_batch_1", "test_batch"):
         (tmp_path / "cifar-10-batches-bin" / f"{part}.bin").write_bytes(bytes(3073))

@@ -15,7 +15,7 @@ from forwardtune.ledger import Ledger, replay, resume
 from forwardtune.methods import S2P, STP, VS2P, MeZO
 from forwardtune.noise import Field
 from forwardtune.optimizer import LineSearch, Recorder, RunOptions
-from forwardtune.record import LineRecord, Stand, StepRecord
+from forwardtune.record import Decision, LineRecord, StepRecord
 
 __version__ = version("forwardtune")
 
@@ -24,6 +24,7 @@ __all__ = [
     "STP",
     "VS2P",
     "BackendError",
+    "Decision",
     "ExperimentError",
     "Field",
     "ForwardTuneError",
@@ -36,7 +37,6 @@ __all__ = [
     "NonFiniteLossError",
     "Recorder",
     "RunOptions",
-    "Stand",
     "StepRecord",
     "replay",
     "resume",

@@ -31,13 +31,13 @@ class ExperimentError(ForwardTuneError, RuntimeError):
     """A comparison cannot be read, run or reported."""
 
 
-OURS = ("torch", "forwardtune", "transformers", "accelerate")
+INTERNAL = ("torch", "forwardtune", "transformers", "accelerate")
 
 
 def warn(text: str) -> None:
     """A RuntimeWarning at the first frame outside this package and the loops that call it."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
-    while frame and frame.f_globals.get("__name__", "").split(".")[0] in OURS:
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] in INTERNAL:
         frame, level = frame.f_back, level + 1
     warnings.warn(text, RuntimeWarning, stacklevel=level)

@@ -22,7 +22,7 @@ HELD = (int(signal.SIGINT), int(signal.SIGTERM))
 
 Offsets = tuple[float, ...]
 """One offset for each parameter group."""
-Place = Mapping[int, Offsets]
+Position = Mapping[int, Offsets]
 """Where the weights stand along each direction; along those not named they are at zero."""
 
 
@@ -33,7 +33,7 @@ class Line:
         self.field, self._step = field, step
         self.settled = False
         self._zero = (0.0,) * groups
-        self._at: Place = {}
+        self._at: Position = {}
         self._interrupts = _Interrupts()
 
     def __enter__(self) -> Line:
@@ -51,7 +51,7 @@ class Line:
             self._interrupts.give_back()
             self._interrupts.release()
 
-    def goto(self, target: Place) -> None:
+    def goto(self, target: Position) -> None:
         """Moves to the offsets given by direction; directions that are not named are left at zero."""
         self._interrupts.hold = True
         try:
@@ -59,7 +59,7 @@ class Line:
         finally:
             self._interrupts.release()
 
-    def settle(self, target: Place, before: Callable[[], None], after: Callable[[], None]) -> None:
+    def settle(self, target: Position, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Moves for good: nothing interrupts the step from the call of `before` until the line is left.
 
         If `before` raises, nothing moves.
@@ -70,14 +70,14 @@ class Line:
         after()
         self.settled = True
 
-    def _walk(self, target: Place) -> None:
-        terms, at = way(self._at, target, self._zero)
+    def _walk(self, target: Position) -> None:
+        terms, at = terms_between(self._at, target, self._zero)
         if terms:
-            self.field.walk(self._step, terms)
+            self.field.move(self._step, terms)
         self._at = at
 
 
-def way(here: Place, there: Place, zero: Offsets) -> tuple[list[Term], Place]:
+def terms_between(here: Position, there: Position, zero: Offsets) -> tuple[list[Term], Position]:
     """The terms that lead from one place to another, and the other in the order in which it was reached."""
     order = [*reversed(list(here)), *(direction for direction in there if direction not in here)]  # last in, first out
     terms = []

@@ -5,7 +5,7 @@ returns where it wants to stand:
 
     def search(memory, *, lr, rho):
         gamma = ((yield +rho) - (yield -rho)) / (2 * rho)
-        return Stand(-lr * gamma, gamma=gamma)
+        return Decision(-lr * gamma, gamma=gamma)
 
 Each parameter group runs a search of its own with its own settings; all walk in step, so that every probe is one
 evaluation for all of them. The engine owns everything else: noise, moves, common random numbers, bad losses, state.
@@ -29,7 +29,7 @@ from forwardtune.errors import InvalidArgumentError, NonFiniteLossError, warn
 from forwardtune.line import Line, Offsets
 from forwardtune.noise import NOISE_VERSION, Distribution, Field, Slot
 from forwardtune.noise.field import check_tensor
-from forwardtune.noise.walker import check_number
+from forwardtune.noise.mover import check_number
 from forwardtune.objective import Closure, Objective
 from forwardtune.record import LineRecord, StepRecord
 from forwardtune.search import Memory, Search, walk
@@ -237,7 +237,7 @@ class LineSearch(Optimizer):
                 if not taken:
                     objective.rewind(generators=False)
                 done = record(taken=taken)
-                line.settle(done.stand(), before=tell, after=lambda: self._count(done, memories))
+                line.settle(done.destination(), before=tell, after=lambda: self._count(done, memories))
         except BaseException:
             if not line.settled:
                 objective.rewind()
@@ -252,7 +252,7 @@ class LineSearch(Optimizer):
             self._advise()
         return objective.like_closure(done.loss)
 
-    def relive(self, record: StepRecord) -> None:
+    def fast_forward(self, record: StepRecord) -> None:
         """Goes on as `step` did when it made this record, but evaluates nothing and moves nothing.
 
         A search that would answer otherwise than recorded is an error.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Stand(NamedTuple):
+class Decision(NamedTuple):
     """Where a search wants to stand, and what it saw on the way."""
 
     t: float
@@ -68,7 +68,7 @@ class StepRecord:
         losses = [loss for groups in self.lines for loss in groups[0].losses]
         return self.taken and len(losses) > 1 and len(set(losses)) == 1
 
-    def stand(self) -> dict[int, tuple[float, ...]]:
+    def destination(self) -> dict[int, tuple[float, ...]]:
         """Where the weights stand after the step: along each direction, one offset for each group."""
         if not self.taken:
             return {}
@@ -81,7 +81,7 @@ class StepRecord:
             for j, groups in enumerate(self.lines)
             for i in range(len(groups[0].losses))
         ]
-        return [*probes, self.stand()]
+        return [*probes, self.destination()]
 
     def __str__(self) -> str:
         seen = {"gamma": self.gamma, "sigma": self.sigma, "t": self.t}

@@ -7,9 +7,9 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from forwardtune.errors import InvalidArgumentError
-from forwardtune.record import LineRecord, Stand
+from forwardtune.record import Decision, LineRecord
 
-Search = Generator[float, float, Stand]
+Search = Generator[float, float, Decision]
 Memory = dict[str, Any]
 """What a group's search remembers from step to step: plain, immutable values."""
 
@@ -26,7 +26,7 @@ def walk(
     """
     offsets = [tuple(next(search) for search in searches)]
     losses: list[float] = []
-    stands = [Stand(0.0)] * len(searches)
+    stands = [Decision(0.0)] * len(searches)
     try:
         while all(abs(t) <= reach for t in offsets[-1]):
             losses.append(math.nan)  # what stays if the evaluation raises
@@ -34,7 +34,7 @@ def walk(
             if not math.isfinite(losses[-1]):
                 break
             answers = [_send(search, losses[-1]) for search in searches]
-            ended = {isinstance(answer, Stand) for answer in answers}
+            ended = {isinstance(answer, Decision) for answer in answers}
             if ended == {True}:
                 stands = answers
                 break

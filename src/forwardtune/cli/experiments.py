@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from forwardtune.cli import presets as shipped
+from forwardtune import presets as shipped
 from forwardtune.cli.progress import JsonLines, Listener, Live, Quiet, TensorBoard
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments import report as reports
@@ -28,8 +28,8 @@ from forwardtune.experiments.scoring import Scores, metric_of, score
 from forwardtune.experiments.spec import Spec
 from forwardtune.experiments.store import Store, write_text
 from forwardtune.experiments.summary import number, sentence
-from forwardtune.experiments.workloads import Sources
 from forwardtune.reproduction.page import page
+from forwardtune.tasks import Sources
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -142,8 +142,8 @@ def report(
 def presets() -> None:
     """List the comparisons that ship."""
     table = Table("preset", "what", "runs", box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in shipped.names():
-        spec = shipped.read(name)
+    for name in shipped.files():
+        spec = shipped.load(name)
         runs = plan(spec, {method.label: method.lr[0] for method in spec.methods})
         table.add_row(name, spec.title, str(len(runs)))
     console.print(table)
@@ -165,9 +165,9 @@ def reproduction(
 def _spec(file: Path | None, preset: str | None) -> Spec:
     if (file is None) == (preset is None):
         raise ExperimentError("name either a spec file or a preset (--preset digits); `forwardtune presets` lists them")
-    if file and not file.exists() and str(file) in shipped.names():
+    if file and not file.exists() and str(file) in shipped.files():
         raise ExperimentError(f"there is no file {file}; for the preset of that name write --preset {file}")
-    return specs.read(file) if file else shipped.read(preset or "")
+    return specs.load(file) if file else shipped.load(preset or "")
 
 
 def _default_folder(spec: Spec, preset: str | None) -> Path:

@@ -10,6 +10,7 @@ import torch
 import typer
 from rich.console import Console
 
+from forwardtune._compat import check_transformers
 from forwardtune.cli.experiments import Data, Device, Json, Silent, Threads, interruptible, listener_for
 from forwardtune.cli.progress import Listener
 from forwardtune.errors import ExperimentError
@@ -19,9 +20,9 @@ from forwardtune.experiments.report.tables import as_csv
 from forwardtune.experiments.runner import Event
 from forwardtune.experiments.spec import DECAYS, TEXTS, TRANSFORMER, Method, Workload
 from forwardtune.experiments.store import write_text
-from forwardtune.experiments.toml_tables import one_of
-from forwardtune.experiments.workloads import Sources, check_transformers
 from forwardtune.methods import METHODS
+from forwardtune.tasks import Sources
+from forwardtune.toml_tables import one_of
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -79,7 +80,7 @@ def finetune(
     Stopped by Ctrl-C or otherwise, the same command goes on where it stopped.
     """
     check_transformers()
-    from forwardtune.experiments import tuned
+    from forwardtune.finetuning import tuned
 
     if (task is None) == (train is None):
         raise ExperimentError("name either a task (--task sst2 --data DIR) or a table (--train FILE)")
@@ -162,8 +163,8 @@ def predict(
     if out and out.suffix not in (".csv", ".jsonl"):
         raise ExperimentError(f"{out} must end in .csv or .jsonl")
     check_transformers()
-    from forwardtune.experiments.tuned import Tuned
-    from forwardtune.experiments.workloads.language.texts import rows, texts_of
+    from forwardtune.finetuning.tuned import Tuned
+    from forwardtune.tasks.texts.data import rows, texts_of
 
     found = rows(input) if input else []
     asked = Tuned(model, Machine.choose(device, workers=1).device)

@@ -26,7 +26,7 @@ from forwardtune.experiments.runner import Event, Tell, base_of, execute
 from forwardtune.experiments.scoring import chosen_rates
 from forwardtune.experiments.spec import Spec, steps
 from forwardtune.experiments.store import Store, write_text
-from forwardtune.experiments.workloads import Sources, digest, prepare
+from forwardtune.tasks import Sources, digest, prepare
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _compare(spec: Spec, runs: Sequence[Run], store: Store, sources: Sources, ma
         _check_base(base_of(prepare(workload, sources, machine.device), store), runs, store)
     torch.set_num_threads(threads)
     if left:
-        _Crew(store, sources, machine, tell).work(left)
+        _WorkerPool(store, sources, machine, tell).work(left)
 
 
 def _queries(run: Run, sources: Sources, machine: Machine) -> int:
@@ -122,7 +122,7 @@ def _check_base(file: Path, runs: Sequence[Run], store: Store) -> None:
         )
 
 
-class _Crew:
+class _WorkerPool:
     """Worker processes and the pipes to them."""
 
     def __init__(self, store: Store, sources: Sources, machine: Machine, tell: Tell) -> None:
@@ -163,20 +163,20 @@ class _Crew:
         try:
             pipe.send(waiting.pop())
         except OSError:
-            self._mourn(pipe)
+            self._worker_died(pipe)
 
     def _hear(self, pipe: Connection, waiting: list[Run]) -> None:
         try:
             event: Event = pipe.recv()
         except (EOFError, OSError):
-            self._mourn(pipe)
+            self._worker_died(pipe)
         if event["event"] == "failed":
             raise ExperimentError(event["text"])
         self.tell(event)
         if event["event"] == "done":
             self._send(pipe, waiting)
 
-    def _mourn(self, pipe: Connection) -> NoReturn:
+    def _worker_died(self, pipe: Connection) -> NoReturn:
         worker = self.workers.pop(pipe)
         worker.join(5)
         raise ExperimentError(

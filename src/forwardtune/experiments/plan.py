@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from forwardtune.experiments.spec import Method, Spec, Workload
+from forwardtune.experiments.spec import Method, Spec
 from forwardtune.noise import NOISE_VERSION
-
-RULES = 1
-"""Counts changes of the runner that give the same description another outcome."""
+from forwardtune.tasks import Workload
+from forwardtune.tasks.identity import RULES, brief, fingerprint
 
 
 @dataclass(frozen=True)
@@ -70,16 +67,3 @@ def rates(spec: Spec, workload: Workload, method: Method, chosen: Mapping[str, f
     if spec.rates_from in ("", workload.name):
         return method.lr
     return (chosen[method.label],) if method.label in chosen else ()
-
-
-def brief(entry: Any, without: Collection[str] = ()) -> dict[str, Any]:
-    """A table of the spec without what is at its default, so that a key which is new later changes no hash."""
-    given = {field.name: getattr(entry, field.name) for field in fields(entry) if field.name not in without}
-    defaults = {field.name: field.default for field in fields(entry)}
-    told = {name: value for name, value in given.items() if value != defaults[name]}
-    return {name: brief(value) if is_dataclass(value) else value for name, value in told.items()}
-
-
-def fingerprint(description: object) -> str:
-    text = json.dumps(description, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

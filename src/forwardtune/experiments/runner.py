@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from forwardtune import ledger as ledgers
 from forwardtune.errors import ExperimentError, LedgerError, NonFiniteLossError
 from forwardtune.experiments import provenance
-from forwardtune.experiments.looks import Looks
+from forwardtune.experiments.evaluations import EvaluationLog
 from forwardtune.experiments.plan import Run
 from forwardtune.experiments.spec import steps
 from forwardtune.experiments.store import Store
-from forwardtune.experiments.workloads import Sources, Task, digest, prepare
 from forwardtune.optimizer import LineSearch
+from forwardtune.tasks import Sources, Task, digest, prepare
 
 Event = dict[str, Any]
 Tell = Callable[[Event], None]
@@ -96,7 +96,7 @@ class _Progress:
         self.steps = steps(run.workload, run.method, task.queries)
         self.ledger = store.runs / f"{run.id}.ledger"
         self.base = base_of(task, store)
-        self.looks = Looks(store.runs / f"{run.id}.looks")
+        self.looks = EvaluationLog(store.runs / f"{run.id}.looks")
         evaluations = run.workload.evaluations
         self.due = {round(i * self.steps / evaluations) for i in range(evaluations + 1)}
         provenance.forget_peak(task.device)
@@ -156,7 +156,7 @@ class _Progress:
                 complaint = "evaluations are missing"
             self._tell("note", text=f"{self.run.title} starts over: {complaint}")
             self._set_aside()
-        self.looks = Looks(self.looks.file)
+        self.looks = EvaluationLog(self.looks.file)
         self.looks.file.unlink(missing_ok=True)
         self.looks.begin(0, self.task.base_id)
         model = self.task.start(self.base)
@@ -243,7 +243,7 @@ class _Progress:
         for record in ledgers.read(self.ledger).records():
             for group in optimizer.param_groups:
                 group["lr"] = self._lr(record.step)
-            optimizer.relive(record)
+            optimizer.fast_forward(record)
             line = optimizer.last_step.lines[0][0] if optimizer.last_step and record.taken else None
             slope, spread = (line.gamma, line.sigma) if line else (None, None)
             rows.append((record.queries, record.loss, slope and abs(slope), spread, abs(line.t) if line else None))

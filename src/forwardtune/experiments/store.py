@@ -11,14 +11,12 @@ bases/ID.safetensors  the weights that runs of a workload start from
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from forwardtune.errors import ExperimentError
-from forwardtune.ledger.files import sync_file
 
 SCHEMA = 1
 
@@ -95,27 +93,3 @@ def read(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ExperimentError(f"{file} is not a result; move it away to have it made again")
     return content
-
-
-def write(file: Path, content: dict[str, Any]) -> None:
-    write_text(file, json.dumps(content, indent=1, allow_nan=False) + "\n")
-
-
-def write_text(file: Path, text: str) -> None:
-    publish(file, lambda new: new.write_text(text, "utf-8"))
-
-
-def publish(file: Path, make: Callable[[Path], object]) -> None:
-    """Has a file made under another name first, so that it is there whole or not at all."""
-    new = _new(file)
-    try:
-        make(new)
-        sync_file(new)
-        os.replace(new, file)
-    except OSError as error:
-        new.unlink(missing_ok=True)
-        raise ExperimentError(f"{file} cannot be written ({error}); nothing was changed") from None
-
-
-def _new(file: Path) -> Path:
-    return file.with_name(f".{file.name}.new")

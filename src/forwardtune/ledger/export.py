@@ -20,19 +20,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from forwardtune.errors import LedgerError
-from forwardtune.ledger.files import publish
+from forwardtune.files import create_file
 from forwardtune.ledger.format import NOT_TAKEN, RAISED, SCHEMA, TAKEN, Header
-from forwardtune.ledger.run import Run, check_file, is_live, read_live
-from forwardtune.ledger.slots import State
-from forwardtune.ledger.store import Anchor
-from forwardtune.ledger.tensors import BUFFER
+from forwardtune.ledger.journal import Anchor
+from forwardtune.ledger.run import RecordedRun, check_file, is_live, read_live
+from forwardtune.ledger.states import State
+from forwardtune.ledger.weights import BUFFER
 from forwardtune.record import LineRecord, StepRecord
 
 FORMAT = "forwardtune ledger"
 Column = np.ndarray[Any, Any]
 
 
-def read(path: str | os.PathLike[str]) -> Run:
+def read(path: str | os.PathLike[str]) -> RecordedRun:
     """A run from a live file or an exported one."""
     file = check_file(path)
     return read_live(file) if is_live(file) else ExportedRun(file)
@@ -62,17 +62,15 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], *, until: 
         "state": json.dumps([(item.name, item.dtype, item.shape) for item in state]),
     }
     metadata["crc"] = str(_checksum(arrays, metadata))
-    new = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
-        new.write_bytes(save(arrays, metadata))
-        publish(new, target)
+        create_file(target, lambda new: new.write_bytes(save(arrays, metadata)))
+    except FileExistsError:
+        raise LedgerError(f"{target} already exists; choose another name or remove it") from None
     except (OSError, SafetensorError) as error:
         raise LedgerError(f"{target} cannot be written ({error})") from error
-    finally:
-        new.unlink(missing_ok=True)
 
 
-def _table(run: Run, end: int) -> dict[str, Column]:
+def _table(run: RecordedRun, end: int) -> dict[str, Column]:
     """All columns, in full."""
     records = list(run.records(run.header.step, end))
     n, groups, directions = len(records), len(run.header.groups), run.header.directions
@@ -131,7 +129,7 @@ def _checksum(arrays: Mapping[str, Column], metadata: Mapping[str, str]) -> int:
     return crc
 
 
-class ExportedRun(Run):
+class ExportedRun(RecordedRun):
     """A run from an exported file."""
 
     def __init__(self, file: Path) -> None:

@@ -22,8 +22,8 @@ import torch
 
 from forwardtune.errors import InvalidArgumentError, LedgerError
 from forwardtune.noise import DISTRIBUTIONS, NOISE_VERSION
-from forwardtune.noise.backends import plan
-from forwardtune.noise.walker import check_number
+from forwardtune.noise.backends import chunks
+from forwardtune.noise.mover import check_number
 from forwardtune.record import LineRecord, StepRecord
 
 SCHEMA = 1
@@ -36,7 +36,7 @@ def dtype_name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-DTYPES = tuple(map(dtype_name, plan.DTYPES))
+DTYPES = tuple(map(dtype_name, chunks.DTYPES))
 """The dtypes of weights, by name."""
 
 

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from forwardtune.arguments import check_integer, plain
 from forwardtune.errors import InvalidArgumentError, LedgerError
-from forwardtune.ledger.files import sync_file, sync_folder
+from forwardtune.files import sync_file, sync_folder
 from forwardtune.ledger.fingerprint import combined, digests
 from forwardtune.ledger.format import Group, Header, Parameter, Row, dtype_name, dump, pack
+from forwardtune.ledger.journal import Anchor, Fsync, Journal
 from forwardtune.ledger.run import LiveRun
-from forwardtune.ledger.slots import State
-from forwardtune.ledger.store import Anchor, Fsync, Store
-from forwardtune.ledger.tensors import Leftovers, Model, frozen_digest, named_parameters
+from forwardtune.ledger.states import State
+from forwardtune.ledger.weights import Leftovers, Model, frozen_digest, named_parameters
 from forwardtune.noise import Slot
 from forwardtune.optimizer import LineSearch
 from forwardtune.record import StepRecord
@@ -74,7 +74,7 @@ class Ledger:
             )
         if not os.access(self.path.parent, os.W_OK):
             raise LedgerError(f"{self.path} cannot be made: {self.path.parent} is not a folder that can be written")
-        self._store: Store | None = None
+        self._store: Journal | None = None
         self._pending: list[Row] = []
         self._closed = False
 
@@ -84,7 +84,7 @@ class Ledger:
         path: Path,
         model: Model,
         checkpoint_every: int | None,
-        store: Store,
+        store: Journal,
         run: LiveRun,
         optimizer: LineSearch,
     ) -> Ledger:
@@ -110,7 +110,7 @@ class Ledger:
             raise LedgerError(f"{self.path} is closed; go on with it by ft.resume(model, {str(self.path)!r})")
         if self._store is None:
             header = _header(optimizer, self.model, self.fsync, self.checkpoint_every)
-            self._attach(Store.create(self.path, header.to_json(), self.fsync), header, optimizer)
+            self._attach(Journal.create(self.path, header.to_json(), self.fsync), header, optimizer)
         elif self._is_checkpoint_due():
             self._checkpoint()
 
@@ -119,7 +119,7 @@ class Ledger:
         every = self.checkpoint_every
         return every is not None and not self._pending and self._next // every > self._saved // every
 
-    def _attach(self, store: Store, header: Header, optimizer: LineSearch, states: Iterable[State] = ()) -> None:
+    def _attach(self, store: Journal, header: Header, optimizer: LineSearch, states: Iterable[State] = ()) -> None:
         """Binds a file to the optimizer whose steps it will hold; `states` are those it has left behind so far."""
         self._store, self._optimizer = store, ref(optimizer)
         self._slots = optimizer.slots

@@ -18,8 +18,8 @@ from forwardtune.errors import LedgerError
 from forwardtune.ledger.export import read
 from forwardtune.ledger.fingerprint import combined, digests
 from forwardtune.ledger.format import Header
-from forwardtune.ledger.run import Run
-from forwardtune.ledger.tensors import (
+from forwardtune.ledger.run import RecordedRun
+from forwardtune.ledger.weights import (
     Model,
     buffers_left,
     check_buffers,
@@ -29,8 +29,8 @@ from forwardtune.ledger.tensors import (
     restore_buffers,
     weights_of,
 )
-from forwardtune.line import Place, way
-from forwardtune.noise import Slot, Term, Walker
+from forwardtune.line import Position, terms_between
+from forwardtune.noise import Mover, Slot, Term
 from forwardtune.record import StepRecord
 
 Progress = Callable[[float], None]
@@ -87,7 +87,7 @@ def replay(
     return model
 
 
-def standing(run: Run, found: Sequence[str]) -> int:
+def standing(run: RecordedRun, found: Sequence[str]) -> int:
     """After which step of the run the weights have these fingerprints."""
     differing = [p.names[0] for p, digest in zip(run.header.parameters, found, strict=True) if p.digest != digest]
     if not differing:
@@ -112,12 +112,12 @@ def check_start(start: int, end: int) -> int:
 
 
 def advance(
-    run: Run, weights: Sequence[Tensor], start: int, end: int, *, backend: str, progress: Progress | None = None
+    run: RecordedRun, weights: Sequence[Tensor], start: int, end: int, *, backend: str, progress: Progress | None = None
 ) -> None:
     """Walks the weights, which are those after step `start`, to those after step `end`."""
     slots = [Slot(tensor, p.number, p.group) for p, tensor in zip(run.header.parameters, weights, strict=True)]
-    walker = walker_over(slots, run.header, backend)
-    for done in walk(run, walker, walker, start, end):
+    mover = mover_over(slots, run.header, backend)
+    for done in walk(run, mover, mover, start, end):
         if progress:
             progress(done)
     for tensor in weights:
@@ -126,7 +126,7 @@ def advance(
     check_anchor(run, weights, end)
 
 
-def check_anchor(run: Run, weights: Sequence[Tensor], step: int) -> None:
+def check_anchor(run: RecordedRun, weights: Sequence[Tensor], step: int) -> None:
     """Compares the weights with their fingerprint, if the run has taken it at this step."""
     for anchor in run.anchors:
         if anchor.step == step and anchor.digest != combined(digests(weights)):
@@ -136,28 +136,28 @@ def check_anchor(run: Run, weights: Sequence[Tensor], step: int) -> None:
             )
 
 
-def walker_over(slots: Sequence[Slot], header: Header, backend: str) -> Walker:
-    return Walker(slots, len(header.groups), seed=header.seed, distribution=header.distribution, backend=backend)
+def mover_over(slots: Sequence[Slot], header: Header, backend: str) -> Mover:
+    return Mover(slots, len(header.groups), seed=header.seed, distribution=header.distribution, backend=backend)
 
 
-def walk(run: Run, walker: Walker, whole: Walker, start: int, end: int) -> Iterator[float]:
-    """Walks a walker's slots and yields the part that is done.
+def walk(run: RecordedRun, mover: Mover, whole: Mover, start: int, end: int) -> Iterator[float]:
+    """Walks a mover's slots and yields the part that is done.
 
     `whole` has the slots of the whole model: on the sphere, a direction is scaled by its length in all of them.
     """
-    if walker is not whole and walker.distribution == "sphere":
-        walker = Walker(walker.slots, walker.groups, seed=walker.seed, distribution="normal", backend=walker.backend)
+    if mover is not whole and mover.distribution == "sphere":
+        mover = Mover(mover.slots, mover.groups, seed=mover.seed, distribution="normal", backend=mover.backend)
     for low in range(start, end, SEGMENT):
         high = min(low + SEGMENT, end)
         walks = [walk for record in run.records(low, high) for walk in _walks(record, len(run.header.groups))]
-        if walker is not whole:
+        if mover is not whole:
             walks = [(step, whole.in_units(step, terms)) for step, terms in walks]
-        walker.chain(walks)
+        mover.chain(walks)
         yield (high - start) / (end - start)
 
 
 def _walks(record: StepRecord, groups: int) -> Iterator[tuple[int, Sequence[Term]]]:
-    at: Place = {}
+    at: Position = {}
     for place in record.path():
-        terms, at = way(at, place, (0.0,) * groups)
+        terms, at = terms_between(at, place, (0.0,) * groups)
         yield record.step, terms

@@ -16,16 +16,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from forwardtune.errors import ForwardTuneError, LedgerError
+from forwardtune.files import translated
 from forwardtune.ledger.export import read
-from forwardtune.ledger.files import errors
 from forwardtune.ledger.fingerprint import combined, digests
 from forwardtune.ledger.format import Header
+from forwardtune.ledger.journal import Fsync, Journal
 from forwardtune.ledger.recorder import Ledger, check_policy, checkpoint_path
 from forwardtune.ledger.replay import Progress, advance, check_start, standing
 from forwardtune.ledger.run import LiveRun, check_file, is_live
-from forwardtune.ledger.slots import read_slots
-from forwardtune.ledger.store import Fsync, Store
-from forwardtune.ledger.tensors import (
+from forwardtune.ledger.states import read_slots
+from forwardtune.ledger.weights import (
     Model,
     buffers_left,
     check_buffers,
@@ -75,7 +75,7 @@ def resume(
             f"{path} is an exported ledger, which holds what a replay needs but not the state of the run; "
             "resume the live file, or replay this one and begin a new run"
         )
-    store = Store(path, asked)
+    store = Journal(path, asked)
     try:
         run = _sound(path, store, repair)
         store.use_slot(run.slot)
@@ -91,7 +91,7 @@ def resume(
         start = check_start(_start(run, weights, path), run.end)
         advance(run, weights, start, run.end, backend=backend, progress=progress)
         optimizer = _optimizer(run.header, tensors, backend)
-        _relive(optimizer, run)
+        _fast_forward(optimizer, run)
         missing = restore_buffers(values, buffers)
         if missing:
             raise LedgerError(f"the run changed the buffer {missing[0]!r}, which this model does not have")
@@ -111,7 +111,7 @@ def rejoin(optimizer: LineSearch, model: Model, ledger: str | os.PathLike[str]) 
     their fingerprint after that step is in the file, as it is where :meth:`Ledger.anchor` was called.
     """
     path, step = check_file(ledger), optimizer.param_groups[0]["run"]["step"]
-    store = Store(path, "timed")
+    store = Journal(path, "timed")
     try:
         contents = store.contents()
         run = LiveRun(contents, read_slots(path, contents.identity))
@@ -123,7 +123,7 @@ def rejoin(optimizer: LineSearch, model: Model, ledger: str | os.PathLike[str]) 
         run.end = step
         run.anchors = [anchor for anchor in run.anchors if anchor.step <= step]
         again = _optimizer(run.header, named_parameters(model), optimizer.backend)
-        _relive(again, run)
+        _fast_forward(again, run)
         anchors = {anchor.digest for anchor in run.anchors if anchor.step == step}
         strange = anchors and combined(digests(slot.tensor for slot in optimizer.slots)) not in anchors
         if _memory(again) != _memory(optimizer) or strange or not has_frozen_of(run.header, model):
@@ -149,7 +149,7 @@ def _memory(optimizer: LineSearch) -> list[Any]:
     ]
 
 
-def _sound(path: Path, store: Store, repair: bool) -> LiveRun:
+def _sound(path: Path, store: Journal, repair: bool) -> LiveRun:
     """The run, its file ending where the next step will be written."""
     contents = store.contents()
     run = LiveRun(contents, read_slots(path, contents.identity))
@@ -161,7 +161,7 @@ def _sound(path: Path, store: Store, repair: bool) -> LiveRun:
                 f"(until={run.end}); resume(..., repair=True) goes on from step {run.repaired_end}"
             )
         kept = path.with_name(f"{path.name}.damaged")
-        with errors(f"{path} cannot be repaired"):
+        with translated(LedgerError, f"{path} cannot be repaired"):
             if kept.exists():
                 raise FileExistsError(f"{kept} is there already")
             shutil.copyfile(path, kept)
@@ -244,13 +244,13 @@ def _kinds(kind: type[LineSearch]) -> Iterator[type[Any]]:
         yield from _kinds(child)
 
 
-def _relive(optimizer: LineSearch, run: LiveRun) -> None:
+def _fast_forward(optimizer: LineSearch, run: LiveRun) -> None:
     for step in range(run.header.step, run.end):
         record, settings = run.entry(step)
         for group, changes in zip(optimizer.param_groups, settings, strict=True):
             group.update(changes)
         try:
-            optimizer.relive(record)
+            optimizer.fast_forward(record)
         except ForwardTuneError as error:
             raise LedgerError(f"the run can be replayed but not resumed: {error}") from error
     for group in optimizer.param_groups:

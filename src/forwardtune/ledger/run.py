@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from forwardtune.errors import InvalidArgumentError, LedgerError
-from forwardtune.ledger import store
-from forwardtune.ledger.files import errors
+from forwardtune.files import is_locked, translated
+from forwardtune.ledger import journal
 from forwardtune.ledger.format import BUFFERS, Header, frozen, left_behind, unpack
-from forwardtune.ledger.slots import State, read_slots
-from forwardtune.ledger.store import Anchor, Contents
+from forwardtune.ledger.journal import Anchor, Contents
+from forwardtune.ledger.states import State, read_slots
 from forwardtune.record import StepRecord
 
 
-class Run(ABC):
+class RecordedRun(ABC):
     """The sound steps of a run, from `header.step` to `end`."""
 
     header: Header
@@ -74,7 +74,7 @@ class Run(ABC):
         return until
 
 
-class LiveRun(Run):
+class LiveRun(RecordedRun):
     """A run from the file that it is written to; `slot` holds its state."""
 
     def __init__(self, contents: Contents, slots: Mapping[int, tuple[int, list[State]]]) -> None:
@@ -128,15 +128,15 @@ def check_file(path: str | os.PathLike[str]) -> Path:
 
 def is_live(file: Path) -> bool:
     """Whether a file is one that is written by a run, rather than exported."""
-    with errors(f"{file} cannot be read"), open(file, "rb") as handle:
-        return handle.read(len(store.MAGIC)) == store.MAGIC
+    with translated(LedgerError, f"{file} cannot be read"), open(file, "rb") as handle:
+        return handle.read(len(journal.MAGIC)) == journal.MAGIC
 
 
 def read_live(file: Path) -> LiveRun:
     """A run that may be under way: then it ends where its state is known."""
-    slots = read_slots(file, store.read(file).identity)
-    run = LiveRun(store.read(file), slots)
-    run.writing = store.is_locked(file)
+    slots = read_slots(file, journal.read(file).identity)
+    run = LiveRun(journal.read(file), slots)
+    run.writing = is_locked(file)
     if run.writing and not run.damage:
         run.end = run.state_end
     return run

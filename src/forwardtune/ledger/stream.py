@@ -17,13 +17,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forwardtune.errors import LedgerError
+from forwardtune.files import create_file, temporary
 from forwardtune.ledger.export import read
-from forwardtune.ledger.files import publish
 from forwardtune.ledger.fingerprint import digests
 from forwardtune.ledger.format import Parameter, dtype_name
-from forwardtune.ledger.replay import Progress, check_anchor, check_start, standing, walk, walker_over
-from forwardtune.ledger.run import Run
-from forwardtune.ledger.tensors import buffers_left, check_buffers, check_kind, restore_buffers
+from forwardtune.ledger.replay import Progress, check_anchor, check_start, mover_over, standing, walk
+from forwardtune.ledger.run import RecordedRun
+from forwardtune.ledger.weights import buffers_left, check_buffers, check_kind, restore_buffers
 from forwardtune.noise import Slot
 
 PORTION = 1 << 28
@@ -54,28 +54,35 @@ def replay_file(
     if not target.parent.is_dir():
         raise LedgerError(f"there is no folder {target.parent} to write to")
     if target.exists():
-        raise LedgerError(f"{target} is there already; choose another name or remove it")
-    new = target.with_name(f".{target.name}.{os.getpid()}.new")
-    copies = [new / file.name for file in files] if source.is_dir() else [new]
+        raise LedgerError(f"{target} already exists; choose another name or remove it")
+
+    def make_file(new: Path) -> None:
+        shutil.copyfile(source, new)
+        _replay_copies([_Mapped(new)], run, end, backend, progress)
+
+    def make_folder(new: Path) -> None:
+        new.mkdir()
+        for file in (*files, *source.glob("*.json")):
+            shutil.copyfile(file, new / file.name)
+        _replay_copies([_Mapped(new / file.name) for file in files], run, end, backend, progress)
+        new.rename(target)
+
     try:
         if source.is_dir():
-            new.mkdir(parents=True)
-        for file, copy in zip(files, copies, strict=True):
-            shutil.copyfile(file, copy)
-        for file in source.glob("*.json"):
-            shutil.copyfile(file, new / file.name)
-        _replay_copies([_Mapped(copy) for copy in copies], run, end, backend, progress)
-        if source.is_dir():
-            new.rename(target)
+            new = temporary(target)
+            try:
+                make_folder(new)
+            finally:
+                shutil.rmtree(new, ignore_errors=True)
         else:
-            publish(new, target)
+            create_file(target, make_file)
     except OSError as error:
         raise LedgerError(f"{target} cannot be written ({error})") from error
-    finally:
-        shutil.rmtree(new, ignore_errors=True) if new.is_dir() else new.unlink(missing_ok=True)
 
 
-def _replay_copies(files: Sequence[_Mapped], run: Run, end: int, backend: str, progress: Progress | None) -> None:
+def _replay_copies(
+    files: Sequence[_Mapped], run: RecordedRun, end: int, backend: str, progress: Progress | None
+) -> None:
     names = Counter(name for file in files for name in file.tensors)
     twice = [name for name, count in names.items() if count > 1]
     if twice:
@@ -102,11 +109,11 @@ def _replay_copies(files: Sequence[_Mapped], run: Run, end: int, backend: str, p
             tied = next(p.names for p in run.header.parameters if p.number == slot.parameter)
             raise LedgerError(f"{' and '.join(tied)} are one tensor in the run, and differ in the base file")
     run.warn_of_buffers(end)
-    whole = walker_over([slots[i] for i in first.values()], run.header, backend)
+    whole = mover_over([slots[i] for i in first.values()], run.header, backend)
     portions = _portions([slot.tensor.nbytes for slot in slots])
     total = sum(slot.tensor.nbytes for slot in slots)
     for low, high in pairwise(portions):
-        part = walker_over(slots[low:high], run.header, backend)
+        part = mover_over(slots[low:high], run.header, backend)
         before, own = (sum(slot.tensor.nbytes for slot in slots[a:b]) for a, b in ((0, low), (low, high)))
         for done in walk(run, part, whole, start, end):
             if progress:

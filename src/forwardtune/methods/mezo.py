@@ -9,13 +9,13 @@ from typing_extensions import Unpack
 
 from forwardtune.arguments import Params, check_positive
 from forwardtune.optimizer import LineSearch, RunOptions
-from forwardtune.record import Stand
+from forwardtune.record import Decision
 from forwardtune.search import Memory, Search
 
 
 def mezo(memory: Memory, *, lr: float, rho: float) -> Search:
     gamma = ((yield +rho) - (yield -rho)) / (2 * rho)
-    return Stand(-lr * gamma, gamma=gamma)
+    return Decision(-lr * gamma, gamma=gamma)
 
 
 class MeZO(LineSearch):

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 from forwardtune.arguments import Params, check_integer, check_positive
 from forwardtune.errors import InvalidArgumentError
 from forwardtune.optimizer import LineSearch, RunOptions
-from forwardtune.record import Stand
+from forwardtune.record import Decision
 from forwardtune.search import Memory, Search
 from forwardtune.theory import step_sizes
 
@@ -50,7 +50,7 @@ def s2p(
             alpha = step_sizes.dynamic_relaxed(gamma, L0, L1, d)
     alpha *= lr
     plus, minus = (yield +alpha), (yield -alpha)
-    return Stand(0.0 if plus == minus else +alpha if plus < minus else -alpha, gamma)
+    return Decision(0.0 if plus == minus else +alpha if plus < minus else -alpha, gamma)
 
 
 class S2P(LineSearch):

@@ -6,15 +6,15 @@ from typing_extensions import Unpack
 
 from forwardtune.arguments import Params
 from forwardtune.optimizer import LineSearch, RunOptions
-from forwardtune.record import Stand
+from forwardtune.record import Decision
 from forwardtune.search import Memory, Search
 
 
 def stp(memory: Memory, *, lr: float) -> Search:
     plus, minus, stay = (yield +lr), (yield -lr), (yield 0.0)
     if stay <= min(plus, minus):
-        return Stand(0.0)
-    return Stand(+lr if plus < minus else -lr)
+        return Decision(0.0)
+    return Decision(+lr if plus < minus else -lr)
 
 
 class STP(LineSearch):

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from forwardtune.arguments import Params, check_integer, check_positive
 from forwardtune.optimizer import LineSearch, RunOptions
-from forwardtune.record import Stand
+from forwardtune.record import Decision
 from forwardtune.search import Memory, Search
 
 
@@ -19,9 +19,9 @@ def vs2p(memory: Memory, *, lr: float, rho: float, tau_a: float, tau_b: float, w
     recent = memory["recent"] = (*memory.get("recent", ()), gamma)[-window:]
     sigma = spread(recent)
     if gamma == 0:
-        return Stand(0.0, gamma, sigma)
+        return Decision(0.0, gamma, sigma)
     alpha = lr * rho / (tau_b * sigma / abs(gamma) + tau_b / tau_a)
-    return Stand(-math.copysign(alpha, gamma), gamma, sigma)
+    return Decision(-math.copysign(alpha, gamma), gamma, sigma)
 
 
 def spread(recent: Sequence[float]) -> float:

@@ -1,8 +1,8 @@
 """Noise as a pure function of (seed, step, direction, parameter, index)."""
 
-from forwardtune.noise.backends.interface import Slot, Term
 from forwardtune.noise.distributions import DISTRIBUTIONS, NOISE_VERSION, Distribution
 from forwardtune.noise.field import Field
-from forwardtune.noise.walker import Walker
+from forwardtune.noise.mover import Mover
+from forwardtune.noise.types import Slot, Term
 
-__all__ = ["DISTRIBUTIONS", "NOISE_VERSION", "Distribution", "Field", "Slot", "Term", "Walker"]
+__all__ = ["DISTRIBUTIONS", "NOISE_VERSION", "Distribution", "Field", "Mover", "Slot", "Term"]

@@ -16,10 +16,10 @@ from torch.autograd.graph import increment_version
 
 from forwardtune.errors import InvalidArgumentError
 from forwardtune.noise.backends import reference
-from forwardtune.noise.backends.interface import Key, Slot, Term
-from forwardtune.noise.backends.plan import DTYPES
+from forwardtune.noise.backends.chunks import DTYPES
 from forwardtune.noise.distributions import Distribution
-from forwardtune.noise.walker import Walker
+from forwardtune.noise.mover import Mover
+from forwardtune.noise.types import Key, Slot, Term
 
 
 class Field:
@@ -27,7 +27,7 @@ class Field:
 
     >>> x = torch.zeros(3)
     >>> field = Field([[x]], seed=0, distribution="rademacher")
-    >>> field.walk(step=0, terms=[Term(direction=0, back=[0.0], forth=[0.5])])
+    >>> field.move(step=0, terms=[Term(direction=0, back=[0.0], forth=[0.5])])
     >>> x
     tensor([-0.5000,  0.5000, -0.5000])
 
@@ -53,8 +53,8 @@ class Field:
         for number, (_, tensor) in enumerate(self._tensors):
             check_tensor(tensor, f"parameter {number}")
         slots = _distinct(self._tensors)
-        self._walker = Walker(slots, self.groups, seed=self.seed, distribution=self.distribution, backend=self.backend)
-        self.dimension = self._walker.dimension
+        self._mover = Mover(slots, self.groups, seed=self.seed, distribution=self.distribution, backend=self.backend)
+        self.dimension = self._mover.dimension
         self._moving = [slot.tensor for slot in slots if not slot.tensor.is_inference()]
         self.devices = {slot.tensor.device for slot in slots}
         self.storages = frozenset(slot.tensor.untyped_storage().data_ptr() for slot in slots)
@@ -66,12 +66,12 @@ class Field:
     @property
     def slots(self) -> tuple[Slot, ...]:
         """The tensors that move, each with its number and group; another tuple whenever any of that has changed."""
-        return self._walker.slots
+        return self._mover.slots
 
     @property
     def backends(self) -> str:
         """The backends that move the tensors, by name."""
-        return "+".join(backend.name for backend in self._walker.backends)
+        return "+".join(backend.name for backend in self._mover.backends)
 
     def refresh(self) -> None:
         """Notices tensors whose memory, dtype or layout has changed."""
@@ -90,17 +90,17 @@ class Field:
             ours[0] == other[0] and ours[1] is other[1] for ours, other in zip(self._tensors, theirs, strict=True)
         )
 
-    def walk(self, step: int, terms: Sequence[Term]) -> None:
+    def move(self, step: int, terms: Sequence[Term]) -> None:
         """Moves all tensors along directions of a step, in one pass; see :class:`Term`, and `touch` afterwards."""
         if self._addresses != [tensor.data_ptr() for _, tensor in self._tensors]:
             self._plan()
-        self._walker.walk(step, terms)
+        self._mover.move(step, terms)
 
     def values(self, step: int, direction: int, parameter: int, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop` of the direction in one parameter, as float64 on the CPU."""
         key = Key(self.seed, step, self.distribution)
         noise = reference.values(key, direction, parameter, start, stop, torch.device("cpu")).to(torch.float64)
-        return noise * self._walker.length(step, direction) if self.distribution == "sphere" else noise
+        return noise * self._mover.length(step, direction) if self.distribution == "sphere" else noise
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:

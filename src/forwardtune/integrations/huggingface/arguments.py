@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from forwardtune._compat.transformers import transformers
 from forwardtune.errors import InvalidArgumentError
-from forwardtune.integrations.huggingface.library import transformers
 from forwardtune.methods import METHODS
 from forwardtune.optimizer import LineSearch
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from forwardtune.errors import InvalidArgumentError
+from forwardtune.metrics import OF_CLASSES, class_counts
 
 if TYPE_CHECKING:
     from forwardtune.integrations.huggingface.trainer import ForwardTrainer
@@ -24,7 +25,7 @@ Objective = Callable[["ForwardTrainer", nn.Module, Sequence[Batch]], Tensor]
 
 def choose(objective: str | Own) -> Objective:
     """An objective by its name, or the user's own function of a model and a batch."""
-    named = {"loss": loss} | {name: one_minus(metric) for name, metric in METRICS.items()}
+    named = {"loss": loss} | {name: one_minus(metric) for name, metric in OF_CLASSES.items()}
     if callable(objective):
         return own(objective)
     if objective not in named:
@@ -60,26 +61,6 @@ def one_minus(metric: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Objective:
     return objective
 
 
-def accuracy(right: Tensor, predicted: Tensor, actual: Tensor) -> Tensor:
-    """From the numbers of examples of each class: predicted rightly, predicted, and there."""
-    return right.sum() / actual.sum()
-
-
-def f1(right: Tensor, predicted: Tensor, actual: Tensor) -> Tensor:
-    """Of class 1 if there are two, else the mean over the classes that occur; of none it is 0."""
-    scores = 2 * right / (predicted + actual).clamp(min=1)
-    return scores[1] if len(scores) == 2 else scores[predicted + actual > 0].mean()
-
-
-METRICS = {"accuracy": accuracy, "f1": f1}
-
-
-def counts(logits: Tensor, labels: Tensor) -> Tensor:
-    """How many examples of each class were predicted rightly, were predicted, and are there."""
-    chosen = logits.argmax(-1)
-    return torch.stack([x.bincount(minlength=logits.shape[-1]) for x in (labels[labels == chosen], chosen, labels)])
-
-
 def _counts(trainer: ForwardTrainer, model: nn.Module, batch: Batch) -> Tensor:
     _, outputs = trainer.compute_loss(model, dict(batch), return_outputs=True)
     logits: Tensor = outputs["logits"] if isinstance(outputs, Mapping) else outputs[1]
@@ -98,7 +79,7 @@ def _counts(trainer: ForwardTrainer, model: nn.Module, batch: Batch) -> Tensor:
         raise InvalidArgumentError(
             f"the label {int(labels[known].max())} is out of range for a model with {logits.shape[-1]} classes"
         )
-    return counts(logits[known], labels[known])
+    return class_counts(logits[known].argmax(-1), labels[known], logits.shape[-1])
 
 
 def _shifts(trainer: ForwardTrainer, batch: Batch) -> bool:

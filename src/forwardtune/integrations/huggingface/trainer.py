@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from forwardtune import ledger as ledgers
+from forwardtune._compat.transformers import transformers
 from forwardtune.errors import InvalidArgumentError
 from forwardtune.integrations.huggingface.arguments import NO_MEANING, ForwardTrainingArguments
-from forwardtune.integrations.huggingface.library import transformers
 from forwardtune.integrations.huggingface.objectives import Own, choose
 from forwardtune.optimizer import LineSearch
 

@@ -28,7 +28,7 @@ from numba import carray
 from forwardtune.errors import BackendError
 from forwardtune.noise import distributions as D
 from forwardtune.noise.backends import reference
-from forwardtune.noise.backends.interface import Key, Slot, Term, Walk
+from forwardtune.noise.backends.chunks import DTYPES, Plan
 from forwardtune.noise.backends.numba_pieces import (
     F32,
     KINDS,
@@ -52,7 +52,7 @@ from forwardtune.noise.backends.numba_pieces import (
     u32,
     u64,
 )
-from forwardtune.noise.backends.plan import DTYPES, Plan
+from forwardtune.noise.types import Key, Move, Slot, Term
 
 CHUNK = 8 * D.RADEMACHER_TILE
 """Elements that one thread moves at a time; 256 KiB of float32."""
@@ -168,7 +168,7 @@ def _chain(chunks, shapes, strides, first, last, kind, keys, steps, directions, 
                 exchange(address, place, dtype, n, start + low, shapes[layout], strides[layout], True)
 
 
-def _rows(walks: Sequence[Walk]) -> tuple[Any, ...]:
+def _rows(walks: Sequence[Move]) -> tuple[Any, ...]:
     """Steps, directions, sums of each group and their number, terms of one direction in a row being one row."""
     keys: list[tuple[int, int]] = []
     rows: list[list[list[float]]] = []
@@ -225,7 +225,7 @@ def _self_test() -> None:
         fast, slow = CpuNumba(slots[0], tested=True), reference.Reference(slots[1])
         key = Key(1, 2, name)
         for backend in (fast, slow):
-            backend.walk(key, [Term(3, [0.1], [0.2])])
+            backend.move(key, [Term(3, [0.1], [0.2])])
             backend.chain([(key, [Term(1, [0.0], [0.1]), Term(1, [0.1], [0.3]), Term(1, [0.3], [0.2])])])
         same = fast.squares(key, 3) == slow.squares(key, 3) if name == "sphere" else True
         if not same or not all(map(torch.equal, ours, theirs)):
@@ -249,7 +249,7 @@ class CpuNumba:
             _self_test()
         self.plan = Plan(slots, CHUNK)
 
-    def walk(self, key: Key, terms: Sequence[Term]) -> None:
+    def move(self, key: Key, terms: Sequence[Term]) -> None:
         directions = np.array([term.direction for term in terms], u64)
         offsets = np.array([(term.back, term.forth) for term in terms], f64)
         kind, step, keys = KINDS[key.distribution], u64(key.step), round_keys(key.seed)
@@ -258,7 +258,7 @@ class CpuNumba:
             lambda first, last: _move(p.chunks, p.shapes, p.strides, first, last, kind, step, keys, directions, offsets)
         )
 
-    def chain(self, walks: Sequence[Walk]) -> None:
+    def chain(self, walks: Sequence[Move]) -> None:
         rows = _rows(walks)
         key, p = walks[0][0], self.plan
         kind, keys = KINDS[key.distribution], round_keys(key.seed)

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 
 from forwardtune.noise import distributions as D
-from forwardtune.noise.backends.interface import Key, Slot, Term, Walk
-from forwardtune.noise.backends.plan import Plan
+from forwardtune.noise.backends.chunks import Plan
+from forwardtune.noise.types import Key, Move, Slot, Term
 
 RADEMACHER, UNIFORM, NORMAL = (tl.constexpr(kind) for kind in range(3))
 KINDS = {"rademacher": 0, "uniform": 1, "normal": 2, "sphere": 2}
@@ -188,15 +188,15 @@ class CudaTriton:
             kinds.setdefault((t.device, t.dtype, 0 if t.is_contiguous() else t.dim()), []).append(slot)
         self.launches = [_Launch(*kind, members) for kind, members in kinds.items()]
 
-    def walk(self, key: Key, terms: Sequence[Term]) -> None:
+    def move(self, key: Key, terms: Sequence[Term]) -> None:
         directions = torch.tensor([term.direction for term in terms])
         offsets = torch.tensor([(tuple(term.back), tuple(term.forth)) for term in terms], dtype=torch.float64)
         for launch in self.launches:
             launch.move(key, directions, offsets)
 
-    def chain(self, walks: Sequence[Walk]) -> None:
+    def chain(self, walks: Sequence[Move]) -> None:
         for key, terms in walks:
-            self.walk(key, terms)
+            self.move(key, terms)
 
     def squares(self, key: Key, direction: int) -> int:
         return sum(launch.squares(key, direction) for launch in self.launches)

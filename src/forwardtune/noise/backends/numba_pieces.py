@@ -18,8 +18,8 @@ from numba.extending import intrinsic
 
 from forwardtune.noise import distributions as D
 from forwardtune.noise import philox as P
-from forwardtune.noise.backends.interface import Key
-from forwardtune.noise.backends.plan import DTYPES
+from forwardtune.noise.backends.chunks import DTYPES
+from forwardtune.noise.types import Key
 
 u16, u32, u64, i32, i64 = np.uint16, np.uint32, np.uint64, np.int32, np.int64
 f32, f64 = np.float32, np.float64

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from forwardtune.noise import distributions as D
-from forwardtune.noise.backends.interface import Key, Slot, Term, Walk
 from forwardtune.noise.philox import MASK, philox
+from forwardtune.noise.types import Key, Move, Slot, Term
 
 CHUNK = 1 << 18
 """Elements whose noise is held at a time."""
@@ -110,7 +110,7 @@ class Reference:
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = slots
 
-    def walk(self, key: Key, terms: Sequence[Term]) -> None:
+    def move(self, key: Key, terms: Sequence[Term]) -> None:
         for slot in self.slots:
             compute = torch.promote_types(slot.tensor.dtype, torch.float32)
             for piece, start in _pieces(slot.tensor):
@@ -124,9 +124,9 @@ class Reference:
                             scale = torch.tensor(offset, dtype=compute, device=piece.device)
                             piece.copy_(piece.to(compute) + noise * scale)
 
-    def chain(self, walks: Sequence[Walk]) -> None:
+    def chain(self, walks: Sequence[Move]) -> None:
         for key, terms in walks:
-            self.walk(key, terms)
+            self.move(key, terms)
 
     def squares(self, key: Key, direction: int) -> int:
         total = 0

@@ -1,0 +1,11 @@
+"""Other people's packages where a plain import is not enough: one shim a package."""
+
+from forwardtune.errors import ExperimentError
+
+
+def check_transformers() -> None:
+    """Imports transformers now, which takes seconds, or says how to install it."""
+    try:
+        from forwardtune._compat import transformers  # noqa: F401
+    except ImportError as error:
+        raise ExperimentError(str(error)) from None

@@ -1,0 +1,15 @@
+"""transformers, also beside a torchvision that cannot be imported; where it is missing, how to install it."""
+
+from __future__ import annotations
+
+from forwardtune._compat.torchvision import make_importable
+
+make_importable()
+try:
+    import transformers
+except ImportError as error:
+    raise ImportError(
+        f"this needs transformers ({error}); install it: pip install 'forwardtune[huggingface]'"
+    ) from error
+
+__all__ = ["transformers"]

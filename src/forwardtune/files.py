@@ -1,0 +1,111 @@
+"""Files that exist whole or not at all, and locks that end with their process.
+
+Everything here raises `OSError`; `translated` turns it into an error of the caller's own that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from forwardtune.errors import ForwardTuneError
+
+Make = Callable[[Path], object]
+"""Writes a file at the path that it is given."""
+
+
+def temporary(path: Path) -> Path:
+    """Where a file is written before it gets its name: in the same folder, hidden, this process's own."""
+    return path.with_name(f".{path.name}.{os.getpid()}.new")
+
+
+def replace_file(path: Path, make: Make) -> None:
+    """Makes a file, or replaces the one that exists, in one instant."""
+    new = temporary(path)
+    try:
+        make(new)
+        sync_file(new)
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def create_file(path: Path, make: Make) -> None:
+    """Makes a file in one instant; one that already exists is left alone, and is a `FileExistsError`."""
+    new = temporary(path)
+    try:
+        make(new)
+        sync_file(new)
+        try:
+            os.link(new, path)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without links
+            if path.exists():
+                raise FileExistsError(f"{path} already exists") from None
+            new.rename(path)
+    finally:
+        new.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    replace_file(path, lambda new: new.write_text(text, "utf-8"))
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def sync_file(path: Path) -> None:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def lock(descriptor: int) -> bool:
+    """Makes this process the only writer, if no other is; the system releases the lock when the process ends.
+
+    Where the system has no such locks (Windows), an `ImportError`.
+    """
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock, as far as the system can tell."""
+    with open(path, "rb") as file, suppress(ImportError, OSError):
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+@contextmanager
+def translated(error: type[ForwardTuneError], complaint: str) -> Iterator[None]:
+    """Failures of the file system as errors of ours: the complaint, then the system's reason in brackets."""
+    try:
+        yield
+    except OSError as reason:
+        raise error(f"{complaint} ({reason})") from reason

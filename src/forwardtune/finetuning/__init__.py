@@ -1,0 +1,1 @@
+"""One model tuned to one task: made, saved, and asked."""

@@ -1,0 +1,98 @@
+"""The noise over a fixed list of slots: moves their tensors, in place, along the directions of steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from forwardtune.errors import InvalidArgumentError
+from forwardtune.noise.backends import reference
+from forwardtune.noise.backends.interface import Backend
+from forwardtune.noise.backends.selection import choose
+from forwardtune.noise.distributions import (
+    DISTRIBUTIONS,
+    EXACT_LENGTH_BELOW,
+    FIXED_POINT,
+    Distribution,
+    sphere_scale,
+)
+from forwardtune.noise.types import Key, Slot, Term
+
+LIMITS = {"seed": 2**64, "step": 2**32, "direction": 2**16}
+
+
+def check_number(name: str, value: int) -> None:
+    """Refuses a seed, step or direction that the counter of the generator has no room for."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < LIMITS[name]:
+        raise InvalidArgumentError(f"{name} must be an integer from 0 to {LIMITS[name] - 1}, not {value!r}")
+
+
+class Mover:
+    """Slots and the backends that move them. `groups` is the number of parameter groups that terms have offsets for."""
+
+    def __init__(
+        self, slots: Sequence[Slot], groups: int, *, seed: int, distribution: Distribution, backend: str = "auto"
+    ) -> None:
+        check_number("seed", seed)
+        if distribution not in DISTRIBUTIONS:
+            raise InvalidArgumentError(
+                f"unknown distribution {distribution!r}; choose one of {', '.join(DISTRIBUTIONS)}"
+            )
+        self.slots, self.groups, self.seed, self.distribution = tuple(slots), groups, seed, distribution
+        self.backend = backend
+        self.dimension = sum(slot.tensor.numel() for slot in slots)
+        by_kind: dict[type[Backend], list[Slot]] = {}
+        for slot in slots:
+            by_kind.setdefault(choose(backend, slot.tensor.device), []).append(slot)
+        self.backends = [kind(members) for kind, members in by_kind.items()]
+        self._lengths: dict[tuple[int, int], float] = {}
+
+    def move(self, step: int, terms: Sequence[Term]) -> None:
+        """Moves all tensors along directions of a step, in one pass; see :class:`Term`."""
+        key, terms = self._key(step), self.in_units(step, terms)
+        if terms:
+            for backend in self.backends:
+                backend.move(key, terms)
+
+    def chain(self, walks: Iterable[tuple[int, Sequence[Term]]]) -> None:
+        """Walks the terms of many steps, one step after the other, at the speed of the cache."""
+        keyed = [(self._key(step), self.in_units(step, terms)) for step, terms in walks if terms]
+        if keyed:
+            for backend in self.backends:
+                backend.chain(keyed)
+
+    def in_units(self, step: int, terms: Sequence[Term]) -> Sequence[Term]:
+        """The terms in units of the vector that backends make, which for the sphere is the normal one."""
+        check_number("step", step)
+        for term in terms:
+            check_number("direction", term.direction)
+            if not len(term.back) == len(term.forth) == self.groups:
+                raise InvalidArgumentError(f"a term needs one offset for each of {self.groups} groups")
+        if self.distribution != "sphere":
+            return terms
+        return [_scaled(term, self.length(step, term.direction)) for term in terms]
+
+    def length(self, step: int, direction: int) -> float:
+        """What the normal vector is multiplied by to lie on the sphere; kept for the step under way."""
+        if any(known != step for known, _ in self._lengths):
+            self._lengths.clear()
+        if (step, direction) not in self._lengths:
+            squared = self._squared_length(self._key(step), direction)
+            self._lengths[step, direction] = sphere_scale(self.dimension, squared)
+        return self._lengths[step, direction]
+
+    def _squared_length(self, key: Key, direction: int) -> float:
+        if self.dimension >= EXACT_LENGTH_BELOW:
+            return sum(backend.squares(key, direction) for backend in self.backends) / FIXED_POINT
+        cpu = torch.device("cpu")
+        noise = [reference.values(key, direction, s.parameter, 0, s.tensor.numel(), cpu) for s in self.slots]
+        return math.fsum(torch.cat(noise).to(torch.float64).square().tolist())
+
+    def _key(self, step: int) -> Key:
+        return Key(self.seed, step, self.distribution)
+
+
+def _scaled(term: Term, factor: float) -> Term:
+    return Term(term.direction, [t * factor for t in term.back], [t * factor for t in term.forth])

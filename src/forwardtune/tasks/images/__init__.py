@@ -1,0 +1,1 @@
+"""Networks tuned to sets of images."""

@@ -1,0 +1,158 @@
+"""Tuning a network to a set of images."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from forwardtune.errors import ExperimentError
+from forwardtune.files import replace_file, translated
+from forwardtune.tasks.identity import RULES, brief, file_digest, fingerprint
+from forwardtune.tasks.images import networks
+from forwardtune.tasks.images.data import Images
+from forwardtune.tasks.images.workload import ImageWorkload, Pretrain
+from forwardtune.tasks.sources import Sources
+from forwardtune.tasks.task import Scores, Task
+
+CHUNK = 250  # images evaluated at a time
+
+
+class ImageTask(Task):
+    """All weights of the network are tuned, by the cross entropy."""
+
+    workload: ImageWorkload
+
+    def __init__(self, workload: ImageWorkload, sources: Sources, device: str) -> None:
+        self.images = sources.images(workload.data)
+        super().__init__(workload, sources, device, len(self.images.train_y), len(self.images.test_y))
+        self.note = self.images.note
+
+    @property
+    def data_digest(self) -> str:
+        return self.images.digest
+
+    @property
+    def guessing(self) -> float:
+        return math.log(self.images.classes)
+
+    def network(self) -> nn.Module:
+        """The network, its weights drawn from torch's generator."""
+        return networks.build(self.workload.network, self.images)
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def batch(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        return self._ready(self.images.train_x[chosen]), self.images.train_y[chosen].to(self.device)
+
+    def score(self, model: nn.Module, train: Tensor, test: Tensor) -> Scores:
+        train_loss, _ = self._means(model, self.images.train_x[train], self.images.train_y[train])
+        test_loss, accuracy = self._means(model, self.images.test_x[test], self.images.test_y[test])
+        return Scores(train_loss, test_loss, {"accuracy": accuracy})
+
+    def _means(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
+        loss, right = 0.0, 0
+        for some, labels in zip(x.split(CHUNK), y.to(self.device).split(CHUNK), strict=True):  # type: ignore[no-untyped-call]
+            logits = model(self._ready(some))
+            loss += F.cross_entropy(logits, labels, reduction="sum").item()
+            right += int((logits.argmax(1) == labels).sum())
+        return loss / len(y), right / len(y)
+
+    def _ready(self, x: Tensor) -> Tensor:
+        return networks.as_input(self.workload.network, self.images, x.to(self.device))
+
+    @cached_property
+    def base_id(self) -> str:
+        w = self.workload
+        content: list[Any] = [RULES, w.network, self.images.digest]
+        content.append(file_digest(self._file) if self._is_file else w.weights)
+        if w.pretrain:
+            content += [brief(w.pretrain), self.sources.images(w.pretrain.data).digest]
+        return fingerprint(content)
+
+    @property
+    def _is_file(self) -> bool:
+        return self.workload.weights not in ("random", "torchvision")
+
+    @property
+    def _file(self) -> Path:
+        return self.sources.file(self.workload.weights, 'set weights to "torchvision" (with --download) or "random"')
+
+    def weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """What the network starts from, but for its head: nothing if it starts from random weights."""
+        name, source = self.workload.network, self.workload.weights
+        if self._is_file:
+            file = self._file
+            return networks.body(model, name, networks.read_weights(file), str(file))
+        if source == "torchvision":
+            if not self.sources.download:
+                raise ExperimentError(
+                    f"torchvision's weights of {name} are fetched from the internet; allow it with --download, or give "
+                    'a file: weights = "FILE.pth"'
+                )
+            return networks.body(model, name, networks.download_weights(name), f"torchvision's {name}")
+        return {}
+
+    def check(self) -> None:
+        with torch.device("meta"):
+            model = self.network()
+        self.weights(model)
+        if self.workload.pretrain:
+            self._source(self.workload.pretrain)
+
+    def make_base(self, file: Path) -> nn.Module:
+        recipe = self.workload.pretrain
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(recipe.seed if recipe else 0)
+            model = self.network().to(self.device)
+            model.load_state_dict(self.weights(model), strict=False)
+            if recipe:
+                self._pretrain(model, recipe)
+            if recipe or self.workload.weights != "random":
+                order = torch.randperm(self.examples, generator=torch.Generator().manual_seed(0))
+                some = [order[i : i + 128] for i in range(0, min(2048, self.examples), 128)]
+                networks.estimate_statistics(model, [self.batch(numbers)[0] for numbers in some])
+        state = {key: value.cpu().contiguous() for key, value in model.state_dict().items()}
+        with translated(ExperimentError, f"{file} cannot be written"):
+            replace_file(file, lambda new: save_file(state, new))
+        return model.train()
+
+    def _source(self, recipe: Pretrain) -> Images:
+        images = self.sources.images(recipe.data)
+        if self.workload.network == "cnn" and images.train_x.shape[1:] != self.images.train_x.shape[1:]:
+            raise ExperimentError(
+                f"{self.workload.name}: cnn takes images as they are, and those of {recipe.data} have another shape "
+                f"than those of {self.images.name}; pretrain on {self.images.name}, or use another network"
+            )
+        return images
+
+    def _pretrain(self, model: nn.Module, recipe: Pretrain) -> None:
+        """Backpropagation on the source set."""
+        images = self._source(recipe)
+        generator = torch.Generator().manual_seed(recipe.seed)
+        optimizer = torch.optim.Adam(model.parameters(), lr=recipe.lr)
+        model.train()
+        for _ in range(recipe.steps):
+            chosen = torch.randint(len(images.train_y), (recipe.batch,), generator=generator)
+            x = images.train_x[chosen].to(self.device)
+            if recipe.invert:
+                x = int(images.peak) - x
+            x = networks.as_input(self.workload.network, images, x.roll((recipe.shift, recipe.shift), dims=(2, 3)))
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), images.train_y[chosen].to(self.device)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        if recipe.head == "new":
+            networks.renew_head(model, self.workload.network)
+
+    def start(self, base: Path) -> nn.Module:
+        with torch.device("meta"):
+            model = self.network()
+        model.load_state_dict(load_file(base), assign=True)
+        return model.to(self.device).train()

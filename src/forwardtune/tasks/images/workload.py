@@ -1,0 +1,58 @@
+"""A workload of images: a network, the weights it starts from, and what is done to them before the runs begin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forwardtune.errors import ExperimentError
+from forwardtune.tasks.workload import Workload
+from forwardtune.toml_tables import above_zero, at_least, one_of
+
+IMAGES = ("digits", "mnist", "cifar10")
+NETWORKS = ("cnn", "densenet121", "resnet18", "vgg11", "vit_b_16")
+
+
+@dataclass(frozen=True)
+class Pretrain:
+    """Backpropagation (Adam) on a source set, before the runs begin.
+
+    shift: rolls the source's images by so many pixels, down and to the right.
+    invert: turns bright into dark in the source's images.
+    head: whether tuning starts with the head that was trained, or with a new one.
+    """
+
+    data: str
+    steps: int
+    batch: int = 64
+    lr: float = 1e-3
+    seed: int = 0
+    shift: int = 0
+    invert: bool = False
+    head: str = "new"
+
+    def __post_init__(self) -> None:
+        one_of("data", self.data, IMAGES)
+        one_of("head", self.head, ("new", "keep"))
+        at_least(1, steps=self.steps, batch=self.batch)
+        above_zero(lr=self.lr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageWorkload(Workload):
+    """A network tuned to a set of images.
+
+    weights: ``"random"``, ``"torchvision"`` or a file (.safetensors, .pth) in the spec's or the data's folder; all but
+        the head is taken from it.
+    pretrain: what is done to them before the runs begin.
+    """
+
+    pretrain: Pretrain | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("data", self.data, IMAGES)
+        one_of("network", self.network, NETWORKS)
+        if self.batch == 1 and self.network in ("densenet121", "resnet18"):
+            raise ExperimentError(
+                f"{self.network} normalises over the batch, which must have at least 2 examples, not 1"
+            )

@@ -1,0 +1,123 @@
+"""A workload made ready: its data in memory, its model, its base weights in a file."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forwardtune.tasks.sources import Sources
+from forwardtune.tasks.workload import Workload
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How well a model does on fixed examples: losses, and the task's metrics on the test set."""
+
+    train_loss: float
+    test_loss: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What a result says of its data.
+
+    digest: tells whether two machines have the same data.
+    note: what a reader of the results should know about it.
+    majority: the accuracy of always answering the majority class of the test examples, where there are classes.
+    """
+
+    name: str
+    train: int
+    test: int
+    digest: str
+    note: str = ""
+    majority: float | None = None
+
+
+class Task(ABC):
+    """A model tuned to a set of examples."""
+
+    metrics: tuple[str, ...] = ("accuracy",)
+    """The first is the one that methods are compared by."""
+    note = ""
+    """What a reader of the results should know about the data."""
+
+    def __init__(self, workload: Workload, sources: Sources, device: str, examples: int, tests: int) -> None:
+        self.workload, self.sources, self.device = workload, sources, torch.device(device)
+        self.examples, self.tests = examples, tests
+        self.queries = workload.budget(examples)
+
+    @property
+    def data(self) -> DataFacts:
+        return DataFacts(self.workload.data, self.examples, self.tests, self.data_digest, self.note, self.majority)
+
+    @property
+    def majority(self) -> float | None:
+        """The accuracy of always answering the majority class, where that is worth telling."""
+        return None
+
+    @property
+    @abstractmethod
+    def data_digest(self) -> str:
+        """Tells whether two machines have the same data."""
+
+    @property
+    @abstractmethod
+    def guessing(self) -> float:
+        """The loss of knowing nothing."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any) -> Tensor: ...
+
+    @abstractmethod
+    def batch(self, chosen: Tensor) -> Any:
+        """Training examples by their numbers."""
+
+    @torch.inference_mode()
+    def evaluate(self, model: nn.Module) -> Scores:
+        """On the same examples every time, without dropout and with the running statistics."""
+        training = model.training
+        model.eval()
+        scores = self.score(model, *self._sample)
+        model.train(training)
+        return scores
+
+    @abstractmethod
+    def score(self, model: nn.Module, train: Tensor, test: Tensor) -> Scores:
+        """On some examples of either set, by their numbers."""
+
+    @cached_property
+    def _sample(self) -> tuple[Tensor, Tensor]:
+        """The examples that evaluations are on: drawn once."""
+        sizes = (self.examples, self.workload.train_examples), (self.tests, self.workload.test_examples)
+        train, test = (torch.randperm(n, generator=torch.Generator().manual_seed(0))[: k or n] for n, k in sizes)
+        return train, test
+
+    @property
+    @abstractmethod
+    def base_id(self) -> str:
+        """Known by all that decides the base weights: data, a file's content, recipes."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Notices now what could not be had later."""
+
+    def describe(self, model: nn.Module) -> str:
+        """What will be tuned, in words."""
+        return ""
+
+    @abstractmethod
+    def make_base(self, file: Path) -> nn.Module:
+        """Writes the weights and buffers that every run of the workload starts from; the model that has them."""
+
+    @abstractmethod
+    def start(self, base: Path) -> nn.Module:
+        """The model with the base weights."""

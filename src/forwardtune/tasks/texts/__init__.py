@@ -1,0 +1,1 @@
+"""Language models and sentence encoders tuned to labelled texts."""

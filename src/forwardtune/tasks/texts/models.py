@@ -1,0 +1,184 @@
+"""Transformers from a folder or a hub, whole or with peft's adapters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from forwardtune._compat.transformers import transformers
+from forwardtune.errors import ExperimentError, InvalidArgumentError
+from forwardtune.integrations.huggingface.footprint import check_fits
+from forwardtune.tasks.texts.setups import Head, Prompt, Setup, Similarity
+
+VIRTUAL_TOKENS = 8
+
+
+class Language:
+    """A model that is on disk: what it is, its tokenizer, and how it is built for a task."""
+
+    def __init__(
+        self, path: Path | str, setup: str, adapter: str = "none", dtype: str = "float32", pad_token: str = ""
+    ) -> None:
+        self.path, self.adapter = str(path), adapter
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        with self._errors("config"), quiet():
+            self.config = transformers.AutoConfig.from_pretrained(self.path)
+        self.kind = self._kind()
+        self.setup_name = setup or ("similarity" if self.kind == "encoder" else "prompt")
+        if self.setup_name == "prompt" and self.kind == "encoder":
+            raise ExperimentError(
+                f"{self.path} ({self._architecture}) cannot go on with a text: it has no head for words; use the "
+                'setup "similarity" or "head"'
+            )
+        if self.setup_name == "similarity" and self.kind == "causal":
+            raise ExperimentError(f'{self.path} goes on with texts and does not embed them; use the setup "prompt"')
+        with self._errors("tokenizer"), quiet():
+            self.tokenizer = self._tokenizer()
+        if self.setup_name == "head" and self.kind == "causal" and adapter == "prompt":
+            raise ExperimentError(
+                "tokens put in front hide from a head where a text ends; with a causal model use another adapter, or "
+                'the setup "prompt"'
+            )
+        if pad_token:
+            if pad_token not in self.tokenizer.get_vocab():
+                raise ExperimentError(f"the tokenizer of {self.path} has no token {pad_token!r} to pad with")
+            self.tokenizer.pad_token = pad_token
+        if self.setup_name == "head" and self.kind == "causal" and self.tokenizer.pad_token_id is None:
+            raise ExperimentError(
+                f"the tokenizer of {self.path} has no pad token, by which a head finds the end of a text; name one "
+                f'(pad_token = "{self.tokenizer.eos_token}"), or use the setup "prompt"'
+            )
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ExperimentError(f"the {what} of the model {self.path} cannot be loaded: {first}") from None
+
+    @property
+    def _architecture(self) -> str:
+        return str((self.config.architectures or [type(self.config).__name__])[0])
+
+    def _tokenizer(self) -> Any:
+        """Where there is only SentencePiece's file, AutoTokenizer forgets the space that Llama's texts begin with."""
+        ready = any((Path(self.path) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
+        if self.config.model_type == "llama" and (Path(self.path) / "tokenizer.model").exists() and not ready:
+            return transformers.LlamaTokenizer.from_pretrained(self.path)
+        return transformers.AutoTokenizer.from_pretrained(self.path)
+
+    def _kind(self) -> str:
+        if getattr(self.config, "is_encoder_decoder", False):
+            raise ExperimentError(f"{self.path} is an encoder-decoder; choose a causal model or an encoder")
+        for end in ("ForCausalLM", "LMHeadModel"):
+            if self._architecture.endswith(end):
+                return "causal"
+        return "masked" if self._architecture.endswith(("ForMaskedLM", "ForPreTraining")) else "encoder"
+
+    def setup(self, columns: Sequence[str], template: str, words: Sequence[str], max_length: int) -> Setup:
+        """`words` are the answers; the head has as many, or one where it is to tell a score (no words)."""
+        limit = getattr(self.config, "max_position_embeddings", None) or max_length
+        if "roberta" in self.config.model_type:  # whose positions begin behind that of the pad token
+            limit -= self.config.pad_token_id + 1
+        room = VIRTUAL_TOKENS if self.adapter in ("prompt", "prefix") else 0
+        max_length = min(max_length, limit - room, self.tokenizer.model_max_length)
+        if self.setup_name == "head":
+            return Head(self.tokenizer, max_length, max(1, len(words)))
+        if self.setup_name == "similarity":
+            return Similarity(self.tokenizer, max_length, columns, template, words)
+        return Prompt(self.tokenizer, max_length, columns, template, words, masked=self.kind == "masked")
+
+    def check_size(self, device: torch.device) -> None:
+        """Refuses a model that is larger than the memory."""
+        if Path(self.path).is_dir():
+            with self._errors("size"):
+                needed = _elements(Path(self.path), self.config) * self.dtype.itemsize
+            try:
+                check_fits(needed, self.path, device)
+            except InvalidArgumentError as error:
+                raise ExperimentError(str(error)) from None
+
+    def build(self, answers: int) -> tuple[nn.Module, list[str]]:
+        """The model, and the names of its weights that are not in the files; those are drawn from torch's generator."""
+        kinds = {"causal": transformers.AutoModelForCausalLM, "masked": transformers.AutoModelForMaskedLM}
+        kind: Any = kinds.get(self.kind, transformers.AutoModel)
+        more: dict[str, Any] = {}
+        if self.setup_name == "similarity":
+            kind = transformers.AutoModel
+        if self.setup_name == "head":
+            kind, more = transformers.AutoModelForSequenceClassification, {"num_labels": answers}
+        with self._errors("weights"), quiet():
+            model, info = kind.from_pretrained(self.path, dtype=self.dtype, output_loading_info=True, **more)
+        if self.setup_name == "head" and self.tokenizer.pad_token_id is not None:
+            model.config.pad_token_id = self.tokenizer.pad_token_id
+        if self.setup_name == "prompt" and info["missing_keys"]:
+            raise ExperimentError(
+                f"the files of {self.path} lack {min(info['missing_keys'])!r}, without which it cannot go on with a "
+                'text; use the setup "similarity" or "head"'
+            )
+        model.eval()
+        new = sorted(info["missing_keys"])
+        if self.adapter != "none":
+            model = adapt(model, self.adapter, {"prompt": "CAUSAL_LM", "head": "SEQ_CLS"}.get(self.setup_name))
+            new = [name for name, p in model.named_parameters() if p.requires_grad]
+        return model, new
+
+
+def adapt(model: nn.Module, adapter: str, task: str | None) -> nn.Module:
+    """A model whose own weights are frozen, with a small adapter that is tuned in their place."""
+    try:
+        import peft
+    except ImportError:
+        raise ExperimentError(f"{adapter} needs peft; install it: pip install peft") from None
+    if task == "CAUSAL_LM" and "ForMaskedLM" in type(model).__name__:
+        task = "FEATURE_EXTRACTION"
+    tokens: dict[str, Any] = {"num_virtual_tokens": VIRTUAL_TOKENS, "task_type": task or "FEATURE_EXTRACTION"}
+    made: dict[str, Any] = {
+        "lora": lambda: peft.LoraConfig(r=8, lora_alpha=16, task_type=task),
+        "ia3": lambda: peft.IA3Config(task_type=task),
+        "prefix": lambda: peft.PrefixTuningConfig(**tokens),
+        "prompt": lambda: peft.PromptTuningConfig(**tokens),
+    }
+    try:
+        adapted: Any = peft.get_peft_model(model, made[adapter]())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ExperimentError(f"peft cannot put {adapter} on {type(model).__name__}: {error}") from None
+    adapted.eval()
+    return adapted  # type: ignore[no-any-return]
+
+
+def _elements(folder: Path, config: Any) -> int:
+    """How many weights the files of a model hold."""
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        if file.name.startswith("consolidated"):  # a copy of the others, in another layout
+            continue
+        with safe_open(file, "pt") as content:
+            total += sum(math.prod(content.get_slice(name).get_shape()) for name in content.keys())  # noqa: SIM118
+    size = (getattr(config, "dtype", None) or torch.float32).itemsize
+    return total or sum(file.stat().st_size for file in folder.glob("*.bin")) // size
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers without its bars and advice, which do not fit here."""
+    from transformers.utils import logging as module
+
+    logging: Any = module
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

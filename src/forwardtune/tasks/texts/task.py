@@ -1,0 +1,183 @@
+"""Tuning a language model to labelled texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from forwardtune.errors import ExperimentError
+from forwardtune.files import replace_file, translated
+from forwardtune.integrations.huggingface.footprint import footprint
+from forwardtune.metrics import OF_CLASSES, class_counts, metric
+from forwardtune.tasks.identity import RULES, file_digest, fingerprint
+from forwardtune.tasks.sources import Sources
+from forwardtune.tasks.task import Scores, Task
+from forwardtune.tasks.texts import glue
+from forwardtune.tasks.texts.data import Text, Texts, from_files
+from forwardtune.tasks.texts.models import Language
+from forwardtune.tasks.texts.setups import Rows, score_between
+from forwardtune.tasks.texts.workload import TextWorkload
+
+CHUNK = 128  # texts evaluated at a time
+
+Batch = tuple[list[Rows], Tensor]
+
+
+class TextTask(Task):
+    """The weights of a model, or of its adapter, are tuned without dropout."""
+
+    workload: TextWorkload
+
+    def __init__(self, workload: TextWorkload, sources: Sources, device: str) -> None:
+        self.texts = _texts(workload, sources)
+        super().__init__(workload, sources, device, len(self.texts.train), len(self.texts.test))
+        self.note = self.texts.note
+        known = glue.TASKS.get(workload.data)
+        self.metrics = known.metrics if known else ("accuracy", "f1")
+        self.template = workload.template or (known.template if known else _default_template(self.texts.columns))
+        self.words = workload.words or (known.words if known else self.texts.classes)
+        path = sources.model(workload.weights)
+        self.language = Language(
+            path or workload.weights, workload.setup, workload.adapter, workload.dtype, workload.pad_token
+        )
+        scored = self.language.setup_name == "head" and not self.texts.classes
+        self.setup_words = () if scored else self._checked_words()
+        self.setup = self.language.setup(self.texts.columns, self.template, self.setup_words, workload.max_length)
+
+    def _checked_words(self) -> tuple[str, ...]:
+        wanted = len(self.texts.classes) or 2
+        if len(self.words) != wanted:
+            classes = f"the classes {', '.join(self.texts.classes)}" if self.texts.classes else "the ends of the score"
+            raise ExperimentError(f"there are {len(self.words)} words for {classes}; give {wanted}, in that order")
+        return self.words
+
+    @property
+    def data_digest(self) -> str:
+        return self.texts.digest
+
+    @property
+    def majority(self) -> float | None:
+        if not self.texts.classes:
+            return None
+        actual = self.texts.test_y[self._sample[1]]
+        return actual.bincount().max().item() / len(actual)
+
+    @property
+    def guessing(self) -> float:
+        return math.log(max(2, len(self.texts.classes)))
+
+    @cached_property
+    def _train(self) -> list[Rows | None]:
+        return [None] * self.examples
+
+    @cached_property
+    def _test(self) -> list[Rows | None]:
+        return [None] * self.tests
+
+    def _encoded(self, kept: list[Rows | None], texts: Sequence[Text], chosen: Tensor) -> list[Rows]:
+        """Examples by their numbers, encoded when they are first asked for."""
+        found = []
+        for i in chosen.tolist():
+            rows = kept[i]
+            if rows is None:
+                rows = kept[i] = self.setup.encode(texts[i])
+            found.append(rows)
+        return found
+
+    def batch(self, chosen: Tensor) -> Batch:
+        return self._encoded(self._train, self.texts.train, chosen), self.texts.train_y[chosen].to(self.device)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return self._objective(self.setup.logits(model, batch[0]), batch[1])
+
+    def _objective(self, logits: Tensor, actual: Tensor) -> Tensor:
+        """The cross entropy, for a score that of an answer between its two ends; or what a metric lacks."""
+        if self.workload.objective != "loss":
+            return 1 - OF_CLASSES[self.workload.objective](*class_counts(logits.argmax(1), actual, logits.shape[1]))
+        if self.texts.classes:
+            return F.cross_entropy(logits, actual)
+        if logits.shape[1] == 1:
+            return F.mse_loss(logits[:, 0], actual)
+        part = (actual - self.texts.low) / (self.texts.high - self.texts.low)
+        return F.cross_entropy(logits, torch.stack([1 - part, part], dim=1))
+
+    def answer(self, logits: Tensor) -> Tensor:
+        """Numbers of classes, or scores."""
+        if self.texts.classes:
+            return logits.argmax(1)
+        return score_between(logits, self.texts.low, self.texts.high)
+
+    def score(self, model: nn.Module, train: Tensor, test: Tensor) -> Scores:
+        train_loss, _ = self._means(
+            model, self._encoded(self._train, self.texts.train, train), self.texts.train_y[train]
+        )
+        actual = self.texts.test_y[test]
+        test_loss, predicted = self._means(model, self._encoded(self._test, self.texts.test, test), actual)
+        classes = len(self.texts.classes)
+        return Scores(train_loss, test_loss, {n: metric(n, predicted, actual, classes) for n in self.metrics})
+
+    def _means(self, model: nn.Module, examples: list[Rows], actual: Tensor) -> tuple[float, Tensor]:
+        logits = self.predict(model, examples)
+        return self._objective(logits, actual).item(), self.answer(logits)
+
+    @torch.inference_mode()
+    def predict(self, model: nn.Module, examples: list[Rows]) -> Tensor:
+        """Logits, computed in the order of length."""
+        order = sorted(range(len(examples)), key=lambda i: len(examples[i][0]["input_ids"]))
+        parts = [
+            self.setup.logits(model, [examples[i] for i in order[at : at + CHUNK]]).cpu()
+            for at in range(0, len(order), CHUNK)
+        ]
+        return torch.cat(parts)[torch.tensor(order).argsort()]
+
+    @cached_property
+    def base_id(self) -> str:
+        w, path = self.workload, Path(self.language.path)
+        files = sorted(file for file in path.glob("*") if file.is_file()) if path.is_dir() else []
+        model = {file.name: file_digest(file) for file in files} or w.weights
+        return fingerprint(
+            [RULES, self.language.setup_name, w.adapter, w.dtype, self.setup.answers, model, self.data_digest]
+        )
+
+    def check(self) -> None:
+        self.language.check_size(self.device)
+
+    def describe(self, model: nn.Module) -> str:
+        return str(footprint(model))
+
+    def make_base(self, file: Path) -> nn.Module:
+        """Only what is not in the model's own files is written."""
+        model, new = self._built()
+        state = model.state_dict()
+        made = {name: state[name].contiguous().clone() for name in new}
+        with translated(ExperimentError, f"{file} cannot be written"):
+            replace_file(file, lambda path: save_file(made, path))
+        return model.to(self.device)
+
+    def start(self, base: Path) -> nn.Module:
+        model, _ = self._built()
+        model.load_state_dict(load_file(base), strict=False)
+        return model.to(self.device)
+
+    def _built(self) -> tuple[nn.Module, list[str]]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return self.language.build(self.setup.answers)
+
+
+def _texts(workload: TextWorkload, sources: Sources) -> Texts:
+    if workload.data in glue.TASKS:
+        return glue.load(workload.data, sources.data, download=sources.download)
+    test = sources.file(workload.test) if workload.test else None
+    return from_files(sources.file(workload.train), test, workload.text, workload.label)
+
+
+def _default_template(columns: Sequence[str]) -> str:
+    return " ".join(f"{{{column}}}" for column in columns) + " It is"

@@ -1,0 +1,80 @@
+"""A workload of texts: a transformer, how it is asked, and what of it is tuned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forwardtune.errors import ExperimentError
+from forwardtune.metrics import OF_CLASSES
+from forwardtune.tasks.workload import Workload
+from forwardtune.toml_tables import at_least, one_of
+
+GLUE = ("sst2", "mrpc", "qnli", "rte", "stsb")
+FILES = "files"
+TEXTS = (*GLUE, FILES)
+TRANSFORMER = "transformer"
+SETUPS = ("prompt", "similarity", "head")
+ADAPTERS = ("none", "lora", "prefix", "prompt", "ia3")
+OBJECTIVES = ("loss", *OF_CLASSES)
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextWorkload(Workload):
+    """A transformer tuned to labelled texts.
+
+    weights: the model's folder in the spec's or the data's folder, ``"package:NAME/FOLDER"`` for one inside an
+        installed package, or, with a download, a hub's name.
+    setup: how texts are put to the model, ``"prompt"``, ``"similarity"`` or ``"head"``; inferred from the model by
+        default.
+    adapter: ``"lora"``, ``"prefix"``, ``"prompt"`` or ``"ia3"`` is tuned in the place of the model's own weights.
+    objective: ``"loss"``, or ``"accuracy"`` or ``"f1"``, which have no gradient, of the batch.
+    template, words: the question and its answers, for a task whose own are not wanted.
+    max_length: tokens of an example at most.
+    pad_token: for a tokenizer that has none, where a head needs it.
+    train, test, text, label: of ``data = "files"``: tables (.csv, .tsv, .jsonl), and the names of their columns.
+    """
+
+    setup: str = ""
+    adapter: str = "none"
+    objective: str = "loss"
+    template: str = ""
+    words: tuple[str, ...] = ()
+    max_length: int = 128
+    pad_token: str = ""
+    dtype: str = "float32"
+    train: str = ""
+    test: str = ""
+    text: tuple[str, ...] = ()
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("data", self.data, TEXTS)
+        one_of("network", self.network, (TRANSFORMER,))
+        self._check_files()
+        if self.setup:
+            one_of("setup", self.setup, SETUPS)
+        if self.setup == "head" and (self.template or self.words):
+            raise ExperimentError("a head is not asked by template and words; leave them out, or choose another setup")
+        one_of("adapter", self.adapter, ADAPTERS)
+        one_of("objective", self.objective, OBJECTIVES)
+        one_of("dtype", self.dtype, DTYPES)
+        if self.objective != "loss" and self.data == "stsb":
+            raise ExperimentError(f"stsb asks for scores, which have no {self.objective}; tune by the loss")
+        at_least(8, max_length=self.max_length)
+
+    def _check_files(self) -> None:
+        """That tables are named for texts from files, and for no others."""
+        for name, needed in (("train", True), ("text", True), ("label", True), ("test", False)):
+            given = getattr(self, name)
+            if given and self.data != FILES:
+                raise ExperimentError(f"{name} has no meaning for {self.data}; leave it out")
+            if needed and not given and self.data == FILES:
+                raise ExperimentError(f"texts from files need {name!r}; give it")
+        if len(self.text) > 2:
+            raise ExperimentError(f"an example has one text or two, not {len(self.text)}")
+
+    @property
+    def subject(self) -> str:
+        return self.name

@@ -1,0 +1,56 @@
+"""What is tuned on what, and for how long: what workloads of images and of texts have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forwardtune.errors import ExperimentError
+from forwardtune.toml_tables import at_least, is_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is tuned on what, how often it is evaluated, and for how long.
+
+    weights: where the tuned weights start from; each kind of workload says what it may be.
+    queries, epochs: the budget of a run; an epoch is one of a method with two queries per step.
+    evaluations: how often, at equal distances, the weights are evaluated, beside at the start.
+    train_examples, test_examples: on how many fixed examples of either set; 0 means all.
+    """
+
+    name: str
+    data: str
+    network: str
+    weights: str
+    batch: int
+    seeds: tuple[int, ...]
+    queries: int | None = None
+    epochs: int | None = None
+    evaluations: int = 40
+    train_examples: int = 0
+    test_examples: int = 0
+
+    def __post_init__(self) -> None:
+        is_name("name", self.name)
+        if (self.queries is None) == (self.epochs is None):
+            raise ExperimentError("the budget is given by either queries or epochs")
+        for name in ("batch", "evaluations", "queries", "epochs"):
+            if (given := getattr(self, name)) is not None:
+                at_least(1, **{name: given})
+        at_least(0, train_examples=self.train_examples, test_examples=self.test_examples)
+        if len(set(self.seeds)) < len(self.seeds) or not all(0 <= seed < 2**63 for seed in self.seeds):
+            raise ExperimentError(f"seeds must be different whole numbers from 0 to 2^63, not {list(self.seeds)}")
+
+    @property
+    def subject(self) -> str:
+        """What a reader tells it from its neighbours by."""
+        return self.network
+
+    def budget(self, examples: int) -> int:
+        """The queries that a run may use, given the size of the training set."""
+        if self.batch > examples:
+            raise ExperimentError(
+                f"{self.name}: a batch of {self.batch} is more than the {examples:,} training examples of {self.data}; "
+                "lower batch"
+            )
+        return self.queries or 2 * (self.epochs or 0) * (examples // self.batch)

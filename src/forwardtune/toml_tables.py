@@ -1,0 +1,83 @@
+"""Frozen dataclasses out of TOML tables: every key known, every value of its type, errors that name the place."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from forwardtune.errors import ExperimentError
+
+T = TypeVar("T")
+
+NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", Mapping: "a table"}
+
+
+def build(kind: type[T], table: Any, where: str) -> T:
+    """The dataclass `kind` from a table; `where` is what an error calls the table."""
+    if not isinstance(table, Mapping):
+        raise ExperimentError(f"{where} must be a table, not {table!r}")
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    hints = get_type_hints(kind)
+    for key in table:
+        one_of(f"{where}: the key", key, fields)
+    for name, field in fields.items():
+        if name not in table and field.default is dataclasses.MISSING:
+            raise ExperimentError(f"{where} has no {name!r}; give it")
+    try:
+        return kind(**{name: value(hints[name], table[name], f"{where}: {name}") for name in table})
+    except ExperimentError as error:
+        raise ExperimentError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
+
+
+def value(kind: Any, given: Any, where: str) -> Any:
+    """What was given, as the type that is wanted."""
+    if get_origin(kind) is UnionType:
+        return value(next(k for k in get_args(kind) if k is not NoneType), given, where)
+    if get_origin(kind) is tuple:
+        if not isinstance(given, list | tuple) or not given:
+            raise ExperimentError(f"{where} must be a list with at least one entry, not {given!r}")
+        return tuple(value(get_args(kind)[0], entry, where) for entry in given)
+    if dataclasses.is_dataclass(kind):
+        return given if isinstance(given, kind) else build(kind, given, where)  # type: ignore[arg-type]
+    kind = get_origin(kind) or kind
+    if kind is float and isinstance(given, int) and not isinstance(given, bool) and abs(given) < 2**1000:
+        return float(given)
+    if not isinstance(given, kind) or (isinstance(given, bool) and kind is not bool):
+        raise ExperimentError(f"{where} must be {NAMES[kind]}, not {given!r}")
+    if kind is float and not math.isfinite(given):
+        raise ExperimentError(f"{where} must be finite, not {given!r}")
+    return given
+
+
+def one_of(what: str, given: str, known: Iterable[str]) -> None:
+    """Refuses a word that is not among the known ones."""
+    known = list(known)
+    if given not in known:
+        raise ExperimentError(f"{what} {given!r} is not known{nearest(given, known)}; choose one of {', '.join(known)}")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    found = difflib.get_close_matches(word.lower(), {k.lower(): k for k in known}, n=1)
+    return f" (did you mean {next(k for k in known if k.lower() == found[0])!r}?)" if found else ""
+
+
+def is_name(what: str, given: str) -> None:
+    """Refuses what cannot be part of a file's name or of a table."""
+    if not given or not given.isprintable() or set(given) & set('/\\|<>:"?*'):
+        raise ExperimentError(f'{what} must be text without any of / \\ | < > : " ? *, not {given!r}')
+
+
+def at_least(least: int, **settings: int) -> None:
+    for name, given in settings.items():
+        if given < least:
+            raise ExperimentError(f"{name} must be at least {least}, not {given}")
+
+
+def above_zero(**settings: float) -> None:
+    for name, given in settings.items():
+        if given <= 0:
+            raise ExperimentError(f"{name} must be above zero, not {given:g}")
