@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from comparisons import DATA, TEXT, needs_data, outcomes
+from tests.helpers.comparisons import DATA, TEXT, needs_data, outcomes
 
 ONE = TEXT.replace("[0, 1]", "[0]").replace("[1, 4]", "[1]")
 

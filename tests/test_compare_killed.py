@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from comparisons import TEXT, outcomes
+from tests.helpers.comparisons import TEXT, outcomes
 
 from forwardtune import ledger
 

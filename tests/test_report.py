@@ -9,7 +9,7 @@ import subprocess
 from html.parser import HTMLParser
 
 import pytest
-from comparisons import TEXT, finished, parse
+from tests.helpers.comparisons import TEXT, finished, parse
 
 pytest.importorskip("plotly")
 pytest.importorskip("matplotlib")

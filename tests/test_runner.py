@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from comparisons import TEXT, finished, outcomes, parse
+from tests.helpers.comparisons import TEXT, finished, outcomes, parse
 
 import forwardtune as ft
 from forwardtune.errors import ExperimentError

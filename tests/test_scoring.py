@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
-from comparisons import TEXT
+from tests.helpers.comparisons import TEXT
 from scipy import stats
 
 from forwardtune.experiments import scoring, summary

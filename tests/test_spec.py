@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from comparisons import TEXT, parse
+from tests.helpers.comparisons import TEXT, parse
 
 from forwardtune import presets
 from forwardtune.errors import ExperimentError

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from comparisons import DATA, needs_data, parse
+from tests.helpers.comparisons import DATA, needs_data, parse
 from safetensors.torch import load_file, save_file
 
 from forwardtune.errors import ExperimentError
