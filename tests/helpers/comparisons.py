@@ -12,7 +12,7 @@ from forwardtune.experiments.runner import execute
 from forwardtune.experiments.store import Store
 from forwardtune.tasks import Sources
 
-DATA = Path(os.environ.get("FORWARDTUNE_DATA", Path(__file__).parents[2] / "shared" / "data"))
+DATA = Path(os.environ.get("FORWARDTUNE_DATA", Path(__file__).parents[3] / "shared" / "data"))
 needs_data = pytest.mark.skipif(
     not (DATA / "mnist").is_dir(),
     reason=f"needs MNIST, CIFAR-10 and ResNet18's weights in {DATA} (or FORWARDTUNE_DATA)",
