@@ -1,4 +1,4 @@
-"""How well predictions agree with the truth: of classes from counts, which add up over batches; of scores at once."""
+"""How well predictions agree with the truth: classes by counts, which add up over batches; scores all at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def accuracy(correct: Tensor, predicted: Tensor, actual: Tensor) -> Tensor:
 
 
 def f1(correct: Tensor, predicted: Tensor, actual: Tensor) -> Tensor:
-    """Of class 1 if there are two, else the mean over the classes that occur; 0 where nothing does."""
+    """Of class 1 if there are two, else the mean over the classes that occur or are predicted.
+
+    A class that is neither, if it is class 1 of two, has an F1 of 0.
+    """
     scores = 2 * correct / (predicted + actual).clamp(min=1)
     return scores[1] if len(scores) == 2 else scores[predicted + actual > 0].mean()
 
@@ -37,21 +40,26 @@ def spearman(predicted: Tensor, actual: Tensor) -> float:
 
 
 OF_SCORES: dict[str, Callable[[Tensor, Tensor], float]] = {"pearson": pearson, "spearman": spearman}
+"""Metrics of predicted and actual scores."""
 
 
 def metric(name: str, predicted: Tensor, actual: Tensor, classes: int = 0) -> float:
-    """A metric by its name, of numbers of classes or of scores."""
+    """A metric by name, of class indices or of scores.
+
+    >>> metric("accuracy", torch.tensor([0, 1, 1]), torch.tensor([0, 1, 0]), classes=2)
+    0.6666666666666666
+    """
     if name in OF_SCORES:
         return OF_SCORES[name](predicted, actual)
     return float(OF_CLASSES[name](*class_counts(predicted, actual, classes).double()))
 
 
 def _correlation(name: str, predicted: Tensor, actual: Tensor) -> float:
-    """By scipy; with an answer that is always the same it is 0."""
+    """By scipy; 0 if all answers are the same."""
     from scipy import stats
 
     if len(actual) < 2 or not predicted.std() > 0 or not actual.std() > 0:
         return 0.0
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of nearly constant answers
+        warnings.simplefilter("ignore")  # about nearly constant answers
         return float(getattr(stats, name)(actual.numpy(), predicted.numpy()).statistic)

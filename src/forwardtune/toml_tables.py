@@ -1,4 +1,4 @@
-"""Frozen dataclasses out of TOML tables: every key known, every value of its type, errors that name the place."""
+"""Frozen dataclasses from TOML tables: every key is known, every value has its type, errors say where they are."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def build(kind: type[T], table: Any, where: str) -> T:
 
 
 def value(kind: Any, given: Any, where: str) -> Any:
-    """What was given, as the type that is wanted."""
+    """What was given, converted to a field's type."""
     if get_origin(kind) is UnionType:
         return value(next(k for k in get_args(kind) if k is not NoneType), given, where)
     if get_origin(kind) is tuple:
@@ -61,20 +61,26 @@ def one_of(what: str, given: str, known: Iterable[str]) -> None:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(word.lower(), {k.lower(): k for k in known}, n=1)
-    return f" (did you mean {next(k for k in known if k.lower() == found[0])!r}?)" if found else ""
+    """A suggestion to append to an error, if a known word is similar.
+
+    >>> nearest("Mnits", ["mnist", "digits"])
+    " (did you mean 'mnist'?)"
+    """
+    originals = {k.lower(): k for k in known}
+    matches = difflib.get_close_matches(word.lower(), originals, n=1)
+    return f" (did you mean {originals[matches[0]]!r}?)" if matches else ""
 
 
 def is_name(what: str, given: str) -> None:
-    """Refuses what cannot be part of a file's name or of a table."""
+    """Refuses what cannot be part of a file name or of a table's cell."""
     if not given or not given.isprintable() or set(given) & set('/\\|<>:"?*'):
         raise ExperimentError(f'{what} must be text without any of / \\ | < > : " ? *, not {given!r}')
 
 
-def at_least(least: int, **settings: int) -> None:
+def at_least(minimum: int, **settings: int) -> None:
     for name, given in settings.items():
-        if given < least:
-            raise ExperimentError(f"{name} must be at least {least}, not {given}")
+        if given < minimum:
+            raise ExperimentError(f"{name} must be at least {minimum}, not {given}")
 
 
 def above_zero(**settings: float) -> None:

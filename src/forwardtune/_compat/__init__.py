@@ -1,4 +1,4 @@
-"""Other people's packages where a plain import is not enough: one shim a package."""
+"""Third-party packages for which a plain import is not enough: one shim per package."""
 
 from forwardtune.errors import ExperimentError
 

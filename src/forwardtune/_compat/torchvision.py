@@ -1,8 +1,8 @@
 """torchvision, also where its compiled operators cannot be loaded.
 
-When it is imported, torchvision registers fake versions of two of its compiled operators. Beside a torch that its
-binary was not built for (a CPU build, say) they do not exist and the import fails, although no classification model
-uses them. There, and only there, the two are declared before.
+On import, torchvision registers fake implementations of two of its compiled operators. With a torch that its binary was
+not built for (a CPU build, say) the operators do not exist and the import fails, although no classification model uses
+them. Then, and only then, the two are declared first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def torchvision() -> ModuleType:
 
 @cache
 def make_importable() -> None:
-    """Declares the operators where they are missing; also wanted before an import of what imports torchvision."""
+    """Declares the operators where they are missing; call it before importing anything that imports torchvision."""
     package = find_spec("torchvision")
     binaries = [Path(home) / "_C.so" for home in package.submodule_search_locations or ()] if package else []
     for binary in filter(Path.exists, binaries):

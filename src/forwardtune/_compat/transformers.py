@@ -1,4 +1,4 @@
-"""transformers, also beside a torchvision that cannot be imported; where it is missing, how to install it."""
+"""transformers, also next to a torchvision that cannot be imported; if it is missing, says how to install it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a description is known by: a hash that does not change when keys are added later."""
+"""Hashes that identify descriptions and files; that of a description stays the same when keys are added later."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 RULES = 1
-"""Counts changes of the runner that give the same description another outcome."""
+"""Raised by every change that gives runs of the same description another outcome."""
 
 
 def brief(entry: Any, without: Collection[str] = ()) -> dict[str, Any]:
-    """A table of the spec without what is at its default, so that a key which is new later changes no hash."""
+    """A table of the spec without values that are at their default, so that adding a key changes no hash."""
     given = {field.name: getattr(entry, field.name) for field in fields(entry) if field.name not in without}
     defaults = {field.name: field.default for field in fields(entry)}
-    told = {name: value for name, value in given.items() if value != defaults[name]}
-    return {name: brief(value) if is_dataclass(value) else value for name, value in told.items()}
+    changed = {name: value for name, value in given.items() if value != defaults[name]}
+    return {name: brief(value) if is_dataclass(value) else value for name, value in changed.items()}
 
 
 def fingerprint(description: object) -> str:
@@ -28,7 +28,7 @@ def fingerprint(description: object) -> str:
 
 
 def file_digest(file: Path) -> str:
-    """The SHA-256 of a file, computed anew if it has changed."""
+    """The SHA-256 of a file, computed again if the file has changed."""
     stat = file.stat()
     return _file_digest(file, stat.st_mtime_ns, stat.st_size)
 

@@ -1,4 +1,4 @@
-"""Where data and weights are found."""
+"""Where data and weights are read from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGE = "package:"
 
 @dataclass(frozen=True)
 class Sources:
-    """The folder of data, that of the spec, and whether what is missing may be downloaded."""
+    """The data folder, the spec's folder, and whether what is missing may be downloaded."""
 
     data: Path | None = None
     folder: Path = Path()
@@ -25,35 +25,36 @@ class Sources:
         return _loaded(name, self.data, self.download)
 
     def file(self, name: str, remedy: str = "name another") -> Path:
-        """A file in the spec's folder or that of the data."""
-        places = self._places(name)
-        for place in places:
-            if place.is_file():
-                return place
-        raise ExperimentError(f"there is no file at {' or '.join(map(str, places))}; put it there, or {remedy}")
+        """A file in the spec's folder or the data folder."""
+        paths = self._paths(name)
+        for path in paths:
+            if path.is_file():
+                return path
+        raise ExperimentError(f"there is no file at {' or '.join(map(str, paths))}; put it there, or {remedy}")
 
     def model(self, name: str) -> Path | None:
-        """The folder of a transformer: as for a file, or inside an installed package; None if it is a hub's name."""
-        if name.startswith(PACKAGE):
-            package, _, inside = name.removeprefix(PACKAGE).partition("/")
-            found = find_spec(package)
-            if found is None or not found.submodule_search_locations:
-                raise ExperimentError(f"the model {name} is in a package that is not installed: pip install {package}")
-            places = [Path(home) / inside for home in found.submodule_search_locations]
-        else:
-            places = self._places(name)
-        for place in places:
-            if (place / "config.json").is_file():
-                return place.resolve()
+        """The folder of a transformer: as for a file, or inside an installed package; None if it is on the Hub."""
+        paths = _in_package(name) if name.startswith(PACKAGE) else self._paths(name)
+        for path in paths:
+            if (path / "config.json").is_file():
+                return path.resolve()
         if self.download and not name.startswith(PACKAGE):
             return None
         raise ExperimentError(
-            f"there is no model at {' or '.join(map(str, places))}: no folder with a config.json; put it there, or "
+            f"there is no model at {' or '.join(map(str, paths))}: no folder with a config.json; put it there, or "
             "allow a download of the model of that name with --download"
         )
 
-    def _places(self, name: str) -> list[Path]:
-        return [place / name for place in (self.folder, self.data) if place is not None]
+    def _paths(self, name: str) -> list[Path]:
+        return [folder / name for folder in (self.folder, self.data) if folder is not None]
+
+
+def _in_package(name: str) -> list[Path]:
+    package, _, inside = name.removeprefix(PACKAGE).partition("/")
+    installed = find_spec(package)
+    if installed is None or not installed.submodule_search_locations:
+        raise ExperimentError(f"the model {name} is in a package that is not installed: pip install {package}")
+    return [Path(folder) / inside for folder in installed.submodule_search_locations]
 
 
 @lru_cache(maxsize=4)

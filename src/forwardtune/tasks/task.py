@@ -27,10 +27,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What a result says of its data.
+    """What a result says about its data.
 
     digest: tells whether two machines have the same data.
-    note: what a reader of the results should know about it.
+    note: what a reader of the results should know about the data.
     majority: the accuracy of always answering the majority class of the test examples, where there are classes.
     """
 
@@ -46,7 +46,7 @@ class Task(ABC):
     """A model tuned to a set of examples."""
 
     metrics: tuple[str, ...] = ("accuracy",)
-    """The first is the one that methods are compared by."""
+    """Methods are compared by the first."""
     note = ""
     """What a reader of the results should know about the data."""
 
@@ -61,7 +61,7 @@ class Task(ABC):
 
     @property
     def majority(self) -> float | None:
-        """The accuracy of always answering the majority class, where that is worth telling."""
+        """The accuracy of always answering the majority class, where it is reported."""
         return None
 
     @property
@@ -72,18 +72,18 @@ class Task(ABC):
     @property
     @abstractmethod
     def guessing(self) -> float:
-        """The loss of knowing nothing."""
+        """The loss of a uniform guess."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor: ...
 
     @abstractmethod
     def batch(self, chosen: Tensor) -> Any:
-        """Training examples by their numbers."""
+        """Training examples by index."""
 
     @torch.inference_mode()
     def evaluate(self, model: nn.Module) -> Scores:
-        """On the same examples every time, without dropout and with the running statistics."""
+        """On the same examples every time, without dropout and with BatchNorm's running statistics."""
         training = model.training
         model.eval()
         scores = self.score(model, *self._sample)
@@ -92,11 +92,11 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, model: nn.Module, train: Tensor, test: Tensor) -> Scores:
-        """On some examples of either set, by their numbers."""
+        """On some training and test examples, by index."""
 
     @cached_property
     def _sample(self) -> tuple[Tensor, Tensor]:
-        """The examples that evaluations are on: drawn once."""
+        """The examples that models are evaluated on: drawn once."""
         sizes = (self.examples, self.workload.train_examples), (self.tests, self.workload.test_examples)
         train, test = (torch.randperm(n, generator=torch.Generator().manual_seed(0))[: k or n] for n, k in sizes)
         return train, test
@@ -104,11 +104,11 @@ class Task(ABC):
     @property
     @abstractmethod
     def base_id(self) -> str:
-        """Known by all that decides the base weights: data, a file's content, recipes."""
+        """A hash of all that determines the base weights: data, the content of files, recipes."""
 
     @abstractmethod
     def check(self) -> None:
-        """Notices now what could not be had later."""
+        """Raises now if something that a run needs cannot be loaded."""
 
     def describe(self, model: nn.Module) -> str:
         """What will be tuned, in words."""
@@ -116,7 +116,7 @@ class Task(ABC):
 
     @abstractmethod
     def make_base(self, file: Path) -> nn.Module:
-        """Writes the weights and buffers that every run of the workload starts from; the model that has them."""
+        """Writes the weights and buffers that every run of the workload starts from, and returns the model."""
 
     @abstractmethod
     def start(self, base: Path) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What is tuned on what, and for how long: what workloads of images and of texts have in common."""
+"""What workloads of images and of texts have in common."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from forwardtune.toml_tables import at_least, is_name
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is tuned on what, how often it is evaluated, and for how long.
+    """What is tuned on what and for how long, and how often it is evaluated.
 
-    weights: where the tuned weights start from; each kind of workload says what it may be.
-    queries, epochs: the budget of a run; an epoch is one of a method with two queries per step.
-    evaluations: how often, at equal distances, the weights are evaluated, beside at the start.
-    train_examples, test_examples: on how many fixed examples of either set; 0 means all.
+    weights: what tuning starts from; each kind of workload says what it may be.
+    queries, epochs: the budget of a run, as either; an epoch is that of a method with two queries per step.
+    evaluations: how often, at equal intervals, the model is evaluated, not counting the start.
+    train_examples, test_examples: on how many fixed examples of each set; 0 means all.
     """
 
     name: str
@@ -43,11 +43,11 @@ class Workload:
 
     @property
     def subject(self) -> str:
-        """What a reader tells it from its neighbours by."""
+        """What tells it apart from its neighbours in a report."""
         return self.network
 
     def budget(self, examples: int) -> int:
-        """The queries that a run may use, given the size of the training set."""
+        """The number of queries a run may use, given the size of the training set."""
         if self.batch > examples:
             raise ExperimentError(
                 f"{self.name}: a batch of {self.batch} is more than the {examples:,} training examples of {self.data}; "

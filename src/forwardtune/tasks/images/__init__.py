@@ -1,1 +1,1 @@
-"""Networks tuned to sets of images."""
+"""Networks tuned to image datasets."""

@@ -1,4 +1,4 @@
-"""Tuning a network to a set of images."""
+"""A network tuned to an image dataset."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from forwardtune.errors import ExperimentError
 from forwardtune.files import replace_file, translated
+from forwardtune.metrics import metric
 from forwardtune.tasks.identity import RULES, brief, file_digest, fingerprint
 from forwardtune.tasks.images import networks
 from forwardtune.tasks.images.data import Images
@@ -25,7 +26,7 @@ CHUNK = 250  # images evaluated at a time
 
 
 class ImageTask(Task):
-    """All weights of the network are tuned, by the cross entropy."""
+    """All weights of the network are tuned; the objective is the cross entropy."""
 
     workload: ImageWorkload
 
@@ -43,7 +44,7 @@ class ImageTask(Task):
         return math.log(self.images.classes)
 
     def network(self) -> nn.Module:
-        """The network, its weights drawn from torch's generator."""
+        """The network with random weights, drawn from torch's global generator."""
         return networks.build(self.workload.network, self.images)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -53,17 +54,20 @@ class ImageTask(Task):
         return self._ready(self.images.train_x[chosen]), self.images.train_y[chosen].to(self.device)
 
     def score(self, model: nn.Module, train: Tensor, test: Tensor) -> Scores:
-        train_loss, _ = self._means(model, self.images.train_x[train], self.images.train_y[train])
-        test_loss, accuracy = self._means(model, self.images.test_x[test], self.images.test_y[test])
-        return Scores(train_loss, test_loss, {"accuracy": accuracy})
+        train_loss, _ = self._evaluated(model, self.images.train_x[train], self.images.train_y[train])
+        actual = self.images.test_y[test]
+        test_loss, predicted = self._evaluated(model, self.images.test_x[test], actual)
+        classes = self.images.classes
+        return Scores(train_loss, test_loss, {name: metric(name, predicted, actual, classes) for name in self.metrics})
 
-    def _means(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
-        loss, right = 0.0, 0
+    def _evaluated(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
+        """The mean loss, and the predicted classes."""
+        total, predicted = 0.0, []
         for some, labels in zip(x.split(CHUNK), y.to(self.device).split(CHUNK), strict=True):  # type: ignore[no-untyped-call]
             logits = model(self._ready(some))
-            loss += F.cross_entropy(logits, labels, reduction="sum").item()
-            right += int((logits.argmax(1) == labels).sum())
-        return loss / len(y), right / len(y)
+            total += F.cross_entropy(logits, labels, reduction="sum").item()
+            predicted.append(logits.argmax(1).cpu())
+        return total / len(y), torch.cat(predicted)
 
     def _ready(self, x: Tensor) -> Tensor:
         return networks.as_input(self.workload.network, self.images, x.to(self.device))
@@ -86,18 +90,18 @@ class ImageTask(Task):
         return self.sources.file(self.workload.weights, 'set weights to "torchvision" (with --download) or "random"')
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """What the network starts from, but for its head: nothing if it starts from random weights."""
+        """What the network starts from, without its head; empty for random weights."""
         name, source = self.workload.network, self.workload.weights
         if self._is_file:
             file = self._file
-            return networks.body(model, name, networks.read_weights(file), str(file))
+            return networks.backbone(model, name, networks.read_weights(file), str(file))
         if source == "torchvision":
             if not self.sources.download:
                 raise ExperimentError(
-                    f"torchvision's weights of {name} are fetched from the internet; allow it with --download, or give "
-                    'a file: weights = "FILE.pth"'
+                    f"torchvision's weights of {name} are downloaded from the internet; allow it with --download, or "
+                    'give a file: weights = "FILE.pth"'
                 )
-            return networks.body(model, name, networks.download_weights(name), f"torchvision's {name}")
+            return networks.backbone(model, name, networks.download_weights(name), f"torchvision's {name}")
         return {}
 
     def check(self) -> None:
@@ -118,7 +122,7 @@ class ImageTask(Task):
             if recipe or self.workload.weights != "random":
                 order = torch.randperm(self.examples, generator=torch.Generator().manual_seed(0))
                 some = [order[i : i + 128] for i in range(0, min(2048, self.examples), 128)]
-                networks.estimate_statistics(model, [self.batch(numbers)[0] for numbers in some])
+                networks.estimate_statistics(model, [self.batch(indices)[0] for indices in some])
         state = {key: value.cpu().contiguous() for key, value in model.state_dict().items()}
         with translated(ExperimentError, f"{file} cannot be written"):
             replace_file(file, lambda new: save_file(state, new))
@@ -134,7 +138,7 @@ class ImageTask(Task):
         return images
 
     def _pretrain(self, model: nn.Module, recipe: Pretrain) -> None:
-        """Backpropagation on the source set."""
+        """Backpropagation on the source dataset."""
         images = self._source(recipe)
         generator = torch.Generator().manual_seed(recipe.seed)
         optimizer = torch.optim.Adam(model.parameters(), lr=recipe.lr)

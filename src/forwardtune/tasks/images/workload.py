@@ -1,4 +1,4 @@
-"""A workload of images: a network, the weights it starts from, and what is done to them before the runs begin."""
+"""A workload of images: a network, the weights it starts from, and how they are pretrained."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NETWORKS = ("cnn", "densenet121", "resnet18", "vgg11", "vit_b_16")
 
 @dataclass(frozen=True)
 class Pretrain:
-    """Backpropagation (Adam) on a source set, before the runs begin.
+    """Backpropagation (Adam) on a source dataset, before the runs begin.
 
-    shift: rolls the source's images by so many pixels, down and to the right.
-    invert: turns bright into dark in the source's images.
-    head: whether tuning starts with the head that was trained, or with a new one.
+    shift: rolls the source's images by that many pixels, down and to the right.
+    invert: swaps bright and dark in the source's images.
+    head: whether tuning keeps the pretrained head (``"keep"``) or starts with a new one (``"new"``).
     """
 
     data: str
@@ -39,11 +39,11 @@ class Pretrain:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageWorkload(Workload):
-    """A network tuned to a set of images.
+    """A network tuned to an image dataset.
 
-    weights: ``"random"``, ``"torchvision"`` or a file (.safetensors, .pth) in the spec's or the data's folder; all but
-        the head is taken from it.
-    pretrain: what is done to them before the runs begin.
+    weights: ``"random"``, ``"torchvision"`` or a file (.safetensors, .pth) in the spec's folder or the data folder, of
+        which everything but the head is used.
+    pretrain: how these weights are trained before the runs begin.
     """
 
     pretrain: Pretrain | None = None
@@ -54,5 +54,5 @@ class ImageWorkload(Workload):
         one_of("network", self.network, NETWORKS)
         if self.batch == 1 and self.network in ("densenet121", "resnet18"):
             raise ExperimentError(
-                f"{self.network} normalises over the batch, which must have at least 2 examples, not 1"
+                f"{self.network} normalizes over the batch, which must have at least 2 examples, not 1"
             )

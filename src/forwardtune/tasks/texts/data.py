@@ -17,19 +17,19 @@ from torch import Tensor
 from forwardtune.errors import ExperimentError
 
 MANY = 100
-"""So many different labels are probably not labels."""
+"""More different labels than this are probably not labels."""
 
 Text = tuple[str, ...]
 """One example: a text, or two."""
 Row = tuple[str, dict[str, Any]]
-"""Where it is, for complaints, and its cells by column."""
+"""Where it comes from, for error messages, and its cells by column."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Examples and their labels: numbers of `classes`, or, where there are none, scores from `low` to `high`.
+    """Examples and their labels: indices of `classes` or, if there are none, scores from `low` to `high`.
 
-    `names` are the classes for people.
+    `names` are the classes as people call them.
     """
 
     columns: tuple[str, ...]
@@ -52,28 +52,28 @@ class Texts:
 def rows(file: Path) -> list[Row]:
     """The table in a .csv, .tsv or .jsonl file."""
     if file.suffix not in (".csv", ".tsv", ".jsonl"):
-        raise ExperimentError(f"{file} is not a table that can be read; it must be .csv, .tsv or .jsonl")
+        raise ExperimentError(f"{file} is not a table that can be read: it must be .csv, .tsv or .jsonl")
     try:
         with open(file, encoding="utf-8-sig", newline="") as content:
-            found = list(_lines(content, file) if file.suffix == ".jsonl" else _cells(content, file))
+            table = list(_json_rows(content, file) if file.suffix == ".jsonl" else _csv_rows(content, file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ExperimentError(f"{file} cannot be read ({error})") from None
-    if not found:
+    if not table:
         raise ExperimentError(f"{file} has no examples in it")
-    return found
+    return table
 
 
-def _cells(content: Any, file: Path) -> Iterator[Row]:
+def _csv_rows(content: Any, file: Path) -> Iterator[Row]:
     style: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if file.suffix == ".tsv" else {}
     reader = csv.DictReader(content, strict=True, **style)
     for row in reader:
         where = f"{file}, line {reader.line_num}"
         if None in row or None in row.values():
-            raise ExperimentError(f"{where}: the number of cells is not that of the header's columns")
+            raise ExperimentError(f"{where}: the number of cells differs from that of the header")
         yield where, row
 
 
-def _lines(content: Any, file: Path) -> Iterator[Row]:
+def _json_rows(content: Any, file: Path) -> Iterator[Row]:
     for number, line in enumerate(content, 1):
         where = f"{file}, line {number}"
         try:
@@ -86,8 +86,8 @@ def _lines(content: Any, file: Path) -> Iterator[Row]:
             yield where, row
 
 
-def texts_of(found: Sequence[Row], columns: Sequence[str]) -> list[Text]:
-    return [tuple(str(cell(row, column)).strip() for column in columns) for row in found]
+def texts_of(table: Sequence[Row], columns: Sequence[str]) -> list[Text]:
+    return [tuple(str(cell(row, column)).strip() for column in columns) for row in table]
 
 
 def cell(row: Row, column: str) -> Any:
@@ -99,12 +99,12 @@ def cell(row: Row, column: str) -> Any:
     return cells[column]
 
 
-def classes_of(found: Sequence[Row], column: str) -> tuple[str, ...]:
-    """The different labels, in order."""
-    for row in found:
+def classes_of(table: Sequence[Row], column: str) -> tuple[str, ...]:
+    """The different labels, sorted."""
+    for row in table:
         if not str(cell(row, column)).strip():
             raise ExperimentError(f"{row[0]}: the label is empty; fill it, or leave the line out")
-    classes = sorted({str(cell(row, column)) for row in found})
+    classes = sorted({str(cell(row, column)) for row in table})
     if len(classes) == 1 or len(classes) > MANY:
         raise ExperimentError(
             f"the column {column!r} has {len(classes)} different labels (the first is {classes[0]!r}); "
@@ -113,20 +113,20 @@ def classes_of(found: Sequence[Row], column: str) -> tuple[str, ...]:
     return tuple(classes)
 
 
-def numbers_of(found: Sequence[Row], column: str, classes: Sequence[str]) -> Tensor:
-    """The labels as numbers of classes."""
-    known = {name: number for number, name in enumerate(classes)}
-    for row in found:
+def class_indices(table: Sequence[Row], column: str, classes: Sequence[str]) -> Tensor:
+    """The labels as indices of classes."""
+    known = {name: index for index, name in enumerate(classes)}
+    for row in table:
         if str(cell(row, column)) not in known:
             raise ExperimentError(
                 f"{row[0]}: the label {str(cell(row, column))!r} is none of {', '.join(map(repr, classes))}"
             )
-    return torch.tensor([known[str(cell(row, column))] for row in found])
+    return torch.tensor([known[str(cell(row, column))] for row in table])
 
 
-def scores_of(found: Sequence[Row], column: str, low: float, high: float) -> Tensor:
+def scores_of(table: Sequence[Row], column: str, low: float, high: float) -> Tensor:
     scores = []
-    for row in found:
+    for row in table:
         try:
             score = float(cell(row, column))
         except (TypeError, ValueError):
@@ -139,36 +139,35 @@ def scores_of(found: Sequence[Row], column: str, low: float, high: float) -> Ten
 
 def from_files(train: Path, test: Path | None, columns: tuple[str, ...], label: str) -> Texts:
     """A user's own classes; without a test file a tenth of every class, drawn once, is held out."""
-    found = rows(train)
-    classes = classes_of(found, label)
+    table = rows(train)
+    classes = classes_of(table, label)
     note = ""
     if test is None:
-        held = _tenth(numbers_of(found, label, classes))
-        tests, found = ([row for i, row in enumerate(found) if (i in held) is part] for part in (True, False))
-        note = f"{len(held)} of the examples in {train.name} are held out to test"
+        held = _tenth(class_indices(table, label, classes))
+        tests = [row for i, row in enumerate(table) if i in held]
+        table = [row for i, row in enumerate(table) if i not in held]
+        note = f"{len(held)} of the examples in {train.name} are held out for testing"
     else:
         tests = rows(test)
     return Texts(
         columns,
         classes,
-        texts_of(found, columns),
-        numbers_of(found, label, classes),
+        texts_of(table, columns),
+        class_indices(table, label, classes),
         texts_of(tests, columns),
-        numbers_of(tests, label, classes),
+        class_indices(tests, label, classes),
         names=classes,
         note=note,
     )
 
 
 def _tenth(labels: Tensor) -> set[int]:
-    """The numbers of a tenth of every class that has two examples or more, at least one."""
+    """The indices of a tenth, at least one, of every class that has two examples or more."""
     held: set[int] = set()
     for label in set(labels.tolist()):
         own = (labels == label).nonzero()[:, 0]
         order = own[torch.randperm(len(own), generator=torch.Generator().manual_seed(0))].tolist()
         held.update(order[: max(1, round(len(order) / 10)) if len(order) > 1 else 0])
     if not held:
-        raise ExperimentError(
-            "every class has one example only, so none can be held out; give more, or a file to test on"
-        )
+        raise ExperimentError("every class has only one example, so none can be held out; give more, or a test file")
     return held

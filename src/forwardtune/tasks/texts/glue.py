@@ -1,4 +1,4 @@
-"""Five tasks of GLUE, from the TSV files in which they are published, or from a hub."""
+"""Five tasks of GLUE, from the TSV files in which they are published, or from the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from forwardtune.errors import ExperimentError
-from forwardtune.tasks.texts.data import Row, Texts, numbers_of, rows, scores_of, texts_of
+from forwardtune.tasks.texts.data import Row, Texts, class_indices, rows, scores_of, texts_of
 
 HUB = "nyu-mll/glue"
 
 
 @dataclass(frozen=True)
 class Glue:
-    """How a task is published, asked and judged.
+    """How a task is published, put to a model and measured.
 
-    columns, label, classes: of the TSV files; without classes the label is a score from 0 to 5.
-    names: the classes for people.
-    hub: the columns' names in the hub's version, whose labels are numbers of `order`.
-    template, words: the question, and the answer for each class (of a score: for its two ends).
-    size: training examples in the whole set.
+    columns, label, classes: in the TSV files; without classes the label is a score from 0 to 5.
+    names: the classes as people call them.
+    hub: the columns' names in the Hub's version, whose labels are indices of `order`.
+    template, words: the question, and the answer for each class (for a score: for its two ends).
+    size: the number of training examples in the full dataset.
     """
 
     folder: str
@@ -102,40 +102,39 @@ TASKS = {
 
 
 def load(name: str, folder: Path | None, *, download: bool = False) -> Texts:
-    """A task by its name: its training and its dev set."""
+    """A task by name: its training set and its dev set."""
     task = TASKS[name]
     if folder is None and not download:
         raise ExperimentError(
-            f"{name} is read from a folder of data, and none was given; name it with --data DIR or in the environment "
+            f"{name} is read from the data folder, and none was given; name it with --data DIR or in the environment "
             "variable FORWARDTUNE_DATA"
         )
-    places = [place / task.folder for place in (folder / "glue", folder / "GLUE", folder)] if folder else []
-    for place in places:
-        if (place / "train.tsv").is_file():
-            parts = [rows(place / f"{part}.tsv") for part in ("train", "dev")]
-            return _texts(task, task.columns, task.label, parts)
+    homes = [folder / "glue", folder / "GLUE", folder] if folder else []
+    for home in homes:
+        if (home / task.folder / "train.tsv").is_file():
+            parts = [rows(home / task.folder / f"{part}.tsv") for part in ("train", "dev")]
+            return _texts(task, task.label, parts)
     if download:
-        return _texts(task, task.columns, "label", _from_hub(task, name))
-    homes = " or ".join(str(place.parent) for place in places)
+        return _texts(task, "label", _from_hub(task, name))
     raise ExperimentError(
-        f"{name} needs {task.folder}/train.tsv and dev.tsv, which are not in {homes}"
-        "; put them there, or have them fetched with --download"
+        f"{name} needs {task.folder}/train.tsv and dev.tsv, which are not in {' or '.join(map(str, homes))}; put them "
+        "there, or have them downloaded with --download"
     )
 
 
-def _texts(task: Glue, columns: tuple[str, ...], label: str, parts: list[list[Row]]) -> Texts:
+def _texts(task: Glue, label: str, parts: list[list[Row]]) -> Texts:
     train, test = parts
     if task.classes:
-        train_y, test_y = (numbers_of(part, label, task.classes) for part in parts)
+        train_y, test_y = (class_indices(part, label, task.classes) for part in parts)
     else:
         train_y, test_y = (scores_of(part, label, 0.0, 5.0) for part in parts)
     note = f"{len(train):,} of the {task.size:,} training examples of {task.folder}" if len(train) < task.size else ""
     return Texts(
-        columns,
+        task.columns,
         task.classes,
-        texts_of(train, columns),
+        texts_of(train, task.columns),
         train_y,
-        texts_of(test, columns),
+        texts_of(test, task.columns),
         test_y,
         names=task.names or task.classes,
         high=1.0 if task.classes else 5.0,
@@ -144,24 +143,24 @@ def _texts(task: Glue, columns: tuple[str, ...], label: str, parts: list[list[Ro
 
 
 def _from_hub(task: Glue, name: str) -> list[list[Row]]:
-    """The same table by `datasets`."""
+    """The same tables by `datasets`, with the columns of the TSV files."""
     try:
         import datasets
     except ImportError:
-        raise ExperimentError("a download of GLUE needs datasets; install it: pip install datasets") from None
+        raise ExperimentError("downloading GLUE needs datasets; install it: pip install datasets") from None
     try:
-        found: Any = datasets.load_dataset(HUB, name)
+        dataset: Any = datasets.load_dataset(HUB, name)
     except Exception as error:  # of many kinds, from many libraries
         raise ExperimentError(
-            f"{name} could not be fetched from {HUB} ({str(error).splitlines()[0]}); where there is no internet, put "
-            f"{task.folder}/train.tsv and dev.tsv into the folder of data"
+            f"{name} could not be downloaded from {HUB} ({str(error).splitlines()[0]}); without internet access put "
+            f"{task.folder}/train.tsv and dev.tsv into the data folder"
         ) from None
-
-    def cells(row: dict[str, Any]) -> dict[str, Any]:
-        label = task.order[row["label"]] if task.order else row["label"]
-        return {**{ours: row[theirs] for ours, theirs in zip(task.columns, task.hub, strict=True)}, "label": label}
-
     return [
-        [(f"{HUB}, {part} {number}", cells(row)) for number, row in enumerate(found[part])]
+        [(f"{HUB}, {part} {number}", _cells(task, row)) for number, row in enumerate(dataset[part])]
         for part in ("train", "validation")
     ]
+
+
+def _cells(task: Glue, row: dict[str, Any]) -> dict[str, Any]:
+    label = task.order[row["label"]] if task.order else row["label"]
+    return {**{ours: row[theirs] for ours, theirs in zip(task.columns, task.hub, strict=True)}, "label": label}

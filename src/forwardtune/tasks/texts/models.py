@@ -1,4 +1,4 @@
-"""Transformers from a folder or a hub, whole or with peft's adapters."""
+"""Transformers from a folder or the Hub, whole or with one of peft's adapters."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from forwardtune.integrations.huggingface.footprint import check_fits
 from forwardtune.tasks.texts.setups import Head, Prompt, Setup, Similarity
 
 VIRTUAL_TOKENS = 8
+"""How many tokens prompt and prefix tuning put in front of a text."""
 
 
 class Language:
-    """A model that is on disk: what it is, its tokenizer, and how it is built for a task."""
+    """A pretrained model in a folder or on the Hub: its kind, its tokenizer, and how it is built for a task."""
 
     def __init__(
         self, path: Path | str, setup: str, adapter: str = "none", dtype: str = "float32", pad_token: str = ""
@@ -32,28 +33,33 @@ class Language:
             self.config = transformers.AutoConfig.from_pretrained(self.path)
         self.kind = self._kind()
         self.setup_name = setup or ("similarity" if self.kind == "encoder" else "prompt")
-        if self.setup_name == "prompt" and self.kind == "encoder":
-            raise ExperimentError(
-                f"{self.path} ({self._architecture}) cannot go on with a text: it has no head for words; use the "
-                'setup "similarity" or "head"'
-            )
-        if self.setup_name == "similarity" and self.kind == "causal":
-            raise ExperimentError(f'{self.path} goes on with texts and does not embed them; use the setup "prompt"')
+        self._check_setup()
         with self._errors("tokenizer"), quiet():
             self.tokenizer = self._tokenizer()
-        if self.setup_name == "head" and self.kind == "causal" and adapter == "prompt":
-            raise ExperimentError(
-                "tokens put in front hide from a head where a text ends; with a causal model use another adapter, or "
-                'the setup "prompt"'
-            )
         if pad_token:
             if pad_token not in self.tokenizer.get_vocab():
-                raise ExperimentError(f"the tokenizer of {self.path} has no token {pad_token!r} to pad with")
+                raise ExperimentError(
+                    f"the tokenizer of {self.path} has no token {pad_token!r} to pad with; name one that it has"
+                )
             self.tokenizer.pad_token = pad_token
         if self.setup_name == "head" and self.kind == "causal" and self.tokenizer.pad_token_id is None:
             raise ExperimentError(
                 f"the tokenizer of {self.path} has no pad token, by which a head finds the end of a text; name one "
                 f'(pad_token = "{self.tokenizer.eos_token}"), or use the setup "prompt"'
+            )
+
+    def _check_setup(self) -> None:
+        if self.setup_name == "prompt" and self.kind == "encoder":
+            raise ExperimentError(
+                f"{self.path} ({self._architecture}) cannot continue a text: it has no language modeling head; use "
+                'the setup "similarity" or "head"'
+            )
+        if self.setup_name == "similarity" and self.kind == "causal":
+            raise ExperimentError(f'{self.path} continues texts and does not embed them; use the setup "prompt"')
+        if self.setup_name == "head" and self.kind == "causal" and self.adapter == "prompt":
+            raise ExperimentError(
+                "with prompt tuning the head of a causal model cannot find the end of a text; use another adapter, or "
+                'the setup "prompt"'
             )
 
     @contextmanager
@@ -69,7 +75,7 @@ class Language:
         return str((self.config.architectures or [type(self.config).__name__])[0])
 
     def _tokenizer(self) -> Any:
-        """Where there is only SentencePiece's file, AutoTokenizer forgets the space that Llama's texts begin with."""
+        """AutoTokenizer, given SentencePiece's file alone, drops the space that Llama's texts begin with."""
         ready = any((Path(self.path) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
         if self.config.model_type == "llama" and (Path(self.path) / "tokenizer.model").exists() and not ready:
             return transformers.LlamaTokenizer.from_pretrained(self.path)
@@ -77,16 +83,16 @@ class Language:
 
     def _kind(self) -> str:
         if getattr(self.config, "is_encoder_decoder", False):
-            raise ExperimentError(f"{self.path} is an encoder-decoder; choose a causal model or an encoder")
+            raise ExperimentError(f"{self.path} is an encoder-decoder; choose a causal model or an encoder instead")
         for end in ("ForCausalLM", "LMHeadModel"):
             if self._architecture.endswith(end):
                 return "causal"
         return "masked" if self._architecture.endswith(("ForMaskedLM", "ForPreTraining")) else "encoder"
 
     def setup(self, columns: Sequence[str], template: str, words: Sequence[str], max_length: int) -> Setup:
-        """`words` are the answers; the head has as many, or one where it is to tell a score (no words)."""
+        """`words` are the answers; a head has one logit per word, or a single one, the score, without words."""
         limit = getattr(self.config, "max_position_embeddings", None) or max_length
-        if "roberta" in self.config.model_type:  # whose positions begin behind that of the pad token
+        if "roberta" in self.config.model_type:  # its positions begin after that of the pad token
             limit -= self.config.pad_token_id + 1
         room = VIRTUAL_TOKENS if self.adapter in ("prompt", "prefix") else 0
         max_length = min(max_length, limit - room, self.tokenizer.model_max_length)
@@ -97,7 +103,7 @@ class Language:
         return Prompt(self.tokenizer, max_length, columns, template, words, masked=self.kind == "masked")
 
     def check_size(self, device: torch.device) -> None:
-        """Refuses a model that is larger than the memory."""
+        """Refuses a model whose weights do not fit into free memory."""
         if Path(self.path).is_dir():
             with self._errors("size"):
                 needed = _elements(Path(self.path), self.config) * self.dtype.itemsize
@@ -107,7 +113,7 @@ class Language:
                 raise ExperimentError(str(error)) from None
 
     def build(self, answers: int) -> tuple[nn.Module, list[str]]:
-        """The model, and the names of its weights that are not in the files; those are drawn from torch's generator."""
+        """The model, and the names of the weights that its files lack, which are drawn from torch's generator."""
         kinds = {"causal": transformers.AutoModelForCausalLM, "masked": transformers.AutoModelForMaskedLM}
         kind: Any = kinds.get(self.kind, transformers.AutoModel)
         more: dict[str, Any] = {}
@@ -121,7 +127,7 @@ class Language:
             model.config.pad_token_id = self.tokenizer.pad_token_id
         if self.setup_name == "prompt" and info["missing_keys"]:
             raise ExperimentError(
-                f"the files of {self.path} lack {min(info['missing_keys'])!r}, without which it cannot go on with a "
+                f"the files of {self.path} lack {min(info['missing_keys'])!r}, without which it cannot continue a "
                 'text; use the setup "similarity" or "head"'
             )
         model.eval()
@@ -133,7 +139,7 @@ class Language:
 
 
 def adapt(model: nn.Module, adapter: str, task: str | None) -> nn.Module:
-    """A model whose own weights are frozen, with a small adapter that is tuned in their place."""
+    """The model with its own weights frozen, and an adapter that is tuned instead."""
     try:
         import peft
     except ImportError:
@@ -141,22 +147,24 @@ def adapt(model: nn.Module, adapter: str, task: str | None) -> nn.Module:
     if task == "CAUSAL_LM" and "ForMaskedLM" in type(model).__name__:
         task = "FEATURE_EXTRACTION"
     tokens: dict[str, Any] = {"num_virtual_tokens": VIRTUAL_TOKENS, "task_type": task or "FEATURE_EXTRACTION"}
-    made: dict[str, Any] = {
+    configs: dict[str, Any] = {
         "lora": lambda: peft.LoraConfig(r=8, lora_alpha=16, task_type=task),
         "ia3": lambda: peft.IA3Config(task_type=task),
         "prefix": lambda: peft.PrefixTuningConfig(**tokens),
         "prompt": lambda: peft.PromptTuningConfig(**tokens),
     }
     try:
-        adapted: Any = peft.get_peft_model(model, made[adapter]())
+        adapted: Any = peft.get_peft_model(model, configs[adapter]())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ExperimentError(f"peft cannot put {adapter} on {type(model).__name__}: {error}") from None
+        raise ExperimentError(
+            f"peft cannot add {adapter} to {type(model).__name__} ({error}); choose another adapter"
+        ) from None
     adapted.eval()
     return adapted  # type: ignore[no-any-return]
 
 
 def _elements(folder: Path, config: Any) -> int:
-    """How many weights the files of a model hold."""
+    """The number of weights in the files of a model."""
     total = 0
     for file in folder.glob("*.safetensors"):
         if file.name.startswith("consolidated"):  # a copy of the others, in another layout
@@ -169,7 +177,7 @@ def _elements(folder: Path, config: Any) -> int:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers without its bars and advice, which do not fit here."""
+    """transformers without its progress bars and advice."""
     from transformers.utils import logging as module
 
     logging: Any = module

@@ -1,13 +1,13 @@
-"""How a text is put to a model, and its answer read: texts in, one logit for each answer out.
+"""How a text is put to a model and its answer read: texts in, one logit per answer out.
 
-prompt: a language model is asked in its own words. The text goes into a template ("{sentence} It was") and the answers
-    are words that may follow ("terrible", "great"); their logits are the answer's. A model that was trained to go on
-    with texts knows something of the task before it is tuned, which is what few forward passes can build on.
-similarity: a sentence encoder is asked in its own: by the cosine of two embeddings (means over tokens). Those of two
-    texts are compared with each other, that of one with those of the answers ("It was terrible.", "It was great.").
-head: a new linear map on top of the model, as is usual with backpropagation.
+prompt: a language model is asked in its own terms. The text goes into a template ("{sentence} It was") and the answers
+    are words that may follow ("terrible", "great"); the logits of their first tokens are those of the answers. A model
+    trained to continue texts knows something about the task before it is tuned, which few forward passes can build on.
+similarity: a sentence encoder is asked in its own terms, by the cosine of two embeddings (means over tokens). Two texts
+    are compared with each other, a single text with the answers ("It was terrible.", "It was great.").
+head: a new linear layer on top of the model, as usual with backpropagation.
 
-A batch is cut into buckets of about the same length, each padded to its longest, so the model sees little padding.
+A batch is split into buckets of similar length, each padded to its longest row, so the model sees little padding.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from forwardtune.errors import ExperimentError
 from forwardtune.tasks.texts.data import Text
 
 SCALE, THRESHOLD = 10.0, 0.7
-"""Of the cosine: what it is multiplied by, and from where on two texts are alike."""
+"""The cosine is multiplied by the one; above the other two texts count as alike."""
 STRETCH = 1.25
-"""The longest row of a bucket over its shortest, at most."""
+"""The maximum ratio of the longest row in a bucket to the shortest."""
 
 Row = dict[str, list[int]]
 Rows = tuple[Row, ...]
-"""One example, as the tokenizer gives it: one sequence, or two that are embedded apart."""
+"""One example, as the tokenizer returns it: one sequence, or two that are embedded separately."""
 
 
 class Setup(ABC):
@@ -45,7 +46,7 @@ class Setup(ABC):
 
     @property
     def _filler(self) -> int:
-        """What stands for nothing."""
+        """The token that rows are padded with; the attention mask hides it."""
         known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
         return next((token for token in known if token is not None), 0)
 
@@ -58,7 +59,7 @@ class Setup(ABC):
     def _in_buckets(
         self, model: nn.Module, rows: Sequence[Row], read: Callable[[dict[str, Tensor], list[Row]], Tensor]
     ) -> Tensor:
-        """What is read from the model for every row, bucket by bucket."""
+        """What `read` gets from the model for every row, computed bucket by bucket."""
         device = next(model.parameters()).device
         order, parts = [], []
         for bucket in buckets([len(row["input_ids"]) for row in rows]):
@@ -69,7 +70,7 @@ class Setup(ABC):
 
 
 class Prompt(Setup):
-    """`mask` is the token whose place the answer takes; without one it follows the text."""
+    """With `masked` the answer fills a mask token after the text; without, it follows the text."""
 
     def __init__(
         self,
@@ -106,31 +107,31 @@ class Prompt(Setup):
         start, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         if self.mask is None:
             ids = ids[:-1] if ids[-1:] == [end] else ids
-            if start is not None and start != end and ids[:1] != [start]:  # Llama's was always there in its training
+            if start is not None and start != end and ids[:1] != [start]:  # Llama always saw one in its training
                 ids = [start, *ids]
         return ids
 
     def logits(self, model: nn.Module, examples: Sequence[Rows]) -> Tensor:
         def read(inputs: dict[str, Tensor], rows: list[Row]) -> Tensor:
-            places = [self._place(row["input_ids"], inputs["input_ids"].shape[1]) for row in rows]
-            kept = sorted(set(places))
-            spot = torch.tensor([kept.index(place) for place in places])
-            wanted = torch.tensor(kept, device=inputs["input_ids"].device)
+            indices = [self._answer_index(row["input_ids"], inputs["input_ids"].shape[1]) for row in rows]
+            distinct = sorted(set(indices))
+            kept = torch.tensor(distinct, device=inputs["input_ids"].device)
             if _keeps_logits(model):
-                found: Tensor = model(**inputs, logits_to_keep=wanted).logits
+                logits: Tensor = model(**inputs, logits_to_keep=kept).logits
             else:
-                found = model(**inputs).logits[:, wanted]
-            return found[torch.arange(len(rows)), spot][:, self.words].float()
+                logits = model(**inputs).logits[:, kept]
+            own = torch.tensor([distinct.index(index) for index in indices])
+            return logits[torch.arange(len(rows)), own][:, self.words].float()
 
         return self._in_buckets(model, [rows[0] for rows in examples], read)
 
-    def _place(self, ids: list[int], width: int) -> int:
-        """Where the answer is read, counted from the end, since adapters may put tokens in front."""
+    def _answer_index(self, ids: list[int], width: int) -> int:
+        """Which token the answer is read at, counted from the end because adapters may put tokens in front."""
         return (len(ids) if self.mask is None else len(ids) - ids[::-1].index(self.mask)) - 1 - width
 
 
 class Similarity(Setup):
-    """`answers` are two for two texts: different, and alike."""
+    """Two texts have two answers: different, and alike."""
 
     def __init__(
         self, tokenizer: Any, max_length: int, columns: Sequence[str], template: str, words: Sequence[str]
@@ -139,7 +140,9 @@ class Similarity(Setup):
         self.answers = len(words)
         check_template(template, columns)
         if len(columns) == 2 and self.answers != 2:
-            raise ExperimentError(f"two texts are alike or not; similarity cannot tell {self.answers} classes of them")
+            raise ExperimentError(
+                f"two texts are alike or not; similarity cannot choose among {self.answers} classes: use another setup"
+            )
         around = fill(template, columns, [""] * len(columns)).strip()
         self.labels = [] if len(columns) == 2 else [self._row(f"{around} {word}.".strip()) for word in words]
 
@@ -158,99 +161,107 @@ class Similarity(Setup):
 
         n = len(examples)
         seconds = self.labels or [rows[1] for rows in examples]
-        found = self._in_buckets(model, [*(rows[0] for rows in examples), *seconds], read)
+        embeddings = self._in_buckets(model, [*(rows[0] for rows in examples), *seconds], read)
         if self.labels:
-            return SCALE * found[:n] @ found[n:].T
-        alike = SCALE * ((found[:n] * found[n:]).sum(1) - THRESHOLD)
+            return SCALE * embeddings[:n] @ embeddings[n:].T
+        alike = SCALE * ((embeddings[:n] * embeddings[n:]).sum(1) - THRESHOLD)
         return torch.stack([torch.zeros_like(alike), alike], dim=1)
 
 
 class Head(Setup):
-    """The model has the head already."""
+    """The logits are those of the model's own classification head."""
 
     def __init__(self, tokenizer: Any, max_length: int, answers: int) -> None:
         super().__init__(tokenizer, max_length)
         self.answers = answers
 
     def encode(self, text: Text) -> Rows:
-        found = self.tokenizer(*text, truncation=True, max_length=self.max_length)
-        if not found["input_ids"]:
+        encoded = self.tokenizer(*text, truncation=True, max_length=self.max_length)
+        if not encoded["input_ids"]:
             return ({"input_ids": [self._filler]},)
-        return ({name: list(found[name]) for name in ("input_ids", "token_type_ids") if name in found},)
+        return ({name: list(encoded[name]) for name in ("input_ids", "token_type_ids") if name in encoded},)
 
     def logits(self, model: nn.Module, examples: Sequence[Rows]) -> Tensor:
-        def read(inputs: dict[str, Tensor], rows: list[Row]) -> Tensor:
-            found: Tensor = model(**inputs).logits
-            return found.float()
-
-        return self._in_buckets(model, [rows[0] for rows in examples], read)
+        return self._in_buckets(
+            model, [rows[0] for rows in examples], lambda inputs, rows: model(**inputs).logits.float()
+        )
 
 
 def score_between(logits: Tensor, low: float, high: float) -> Tensor:
-    """A head's one number is the score itself; of two answers, the more probable the second, the nearer to `high`."""
+    """A score: the one logit of a head itself, or with two answers, the probability of the second from low to high."""
     return logits[:, 0] if logits.shape[1] == 1 else low + (high - low) * logits.softmax(1)[:, 1]
 
 
 def fill(template: str, columns: Sequence[str], text: Sequence[str]) -> str:
-    """A template with the texts in their places, `{column}`."""
+    """A template with the texts in place of `{column}`.
+
+    >>> fill("{review} It was", ["review"], ["a warm film"])
+    'a warm film It was'
+    """
     cells = dict(zip(columns, text, strict=True))
-    return re.sub(r"\{([^{}]*)\}", lambda place: cells[place[1]], template)
+    return re.sub(r"\{([^{}]*)\}", lambda match: cells[match[1]], template)
 
 
 def check_template(template: str, columns: Sequence[str]) -> None:
-    """A template must hold every text, and nothing that is not there."""
-    places = re.findall(r"\{([^{}]*)\}", template)
-    for place in places:
-        if place not in columns:
+    """A template must hold every text, and nothing else in braces."""
+    names = re.findall(r"\{([^{}]*)\}", template)
+    for name in names:
+        if name not in columns:
             holds = ", ".join(f"{{{column}}}" for column in columns)
-            raise ExperimentError(f"the template {template!r} asks for {place!r}; it can hold {holds}")
+            raise ExperimentError(f"the template {template!r} asks for {name!r}; it can hold {holds}")
     for column in columns:
-        if column not in places:
+        if column not in names:
             raise ExperimentError(f"the template {template!r} does not hold {{{column}}}; add it")
 
 
 def buckets(lengths: Sequence[int]) -> list[list[int]]:
-    """The numbers of the rows, by length, in lists whose longest is not much longer than their shortest."""
-    found: list[list[int]] = []
+    """The indices of rows, split so that the longest row of a bucket is at most STRETCH times its shortest.
+
+    >>> buckets([10, 30, 9, 31])
+    [[2, 0], [1, 3]]
+    """
+    split: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if not found or lengths[i] > STRETCH * lengths[found[-1][0]]:
-            found.append([])
-        found[-1].append(i)
-    return found
+        if not split or lengths[i] > STRETCH * lengths[split[-1][0]]:
+            split.append([])
+        split[-1].append(i)
+    return split
 
 
-def pad(rows: Sequence[Row], token: int, device: torch.device) -> dict[str, Tensor]:
-    """Rows as tensors, filled up on the right."""
-    width = max(len(row["input_ids"]) for row in rows)
-    found = {
-        name: torch.tensor(
-            [row[name] + [token if name == "input_ids" else 0] * (width - len(row[name])) for row in rows]
-        )
-        for name in rows[0]
+def pad(rows: Sequence[Row], filler: int, device: torch.device) -> dict[str, Tensor]:
+    """Rows as tensors padded on the right, with their attention mask.
+
+    >>> pad([{"input_ids": [5, 6, 7]}, {"input_ids": [8]}], 0, torch.device("cpu"))
+    {'input_ids': tensor([[5, 6, 7],
+            [8, 0, 0]]), 'attention_mask': tensor([[1, 1, 1],
+            [1, 0, 0]])}
+    """
+    columns = {name: [torch.tensor(row[name], dtype=torch.long) for row in rows] for name in rows[0]}
+    columns["attention_mask"] = [torch.ones_like(ids) for ids in columns["input_ids"]]
+    fillers = {"input_ids": filler}
+    return {
+        name: pad_sequence(column, batch_first=True, padding_value=fillers.get(name, 0)).to(device)
+        for name, column in columns.items()
     }
-    found["attention_mask"] = torch.tensor(
-        [[1] * len(row["input_ids"]) + [0] * (width - len(row["input_ids"])) for row in rows]
-    )
-    return {name: tensor.to(device) for name, tensor in found.items()}
 
 
 def _first_tokens(tokenizer: Any, words: Sequence[str]) -> list[int]:
-    """The token that begins each word, as it follows others."""
+    """The token that begins each word when it follows other words."""
     tokens = [tokenizer(f" {word}", add_special_tokens=False)["input_ids"] for word in words]
     if not all(tokens):
         raise ExperimentError(f"the word {words[tokens.index([])]!r} has no token; give another for the class")
-    found = [ids[0] for ids in tokens]
-    if len(set(found)) < len(found):
-        double = [word for word, token in zip(words, found, strict=True) if found.count(token) > 1]
+    first = [ids[0] for ids in tokens]
+    if len(set(first)) < len(first):
+        same = [word for word, token in zip(words, first, strict=True) if first.count(token) > 1]
         raise ExperimentError(
-            f"the words {', '.join(map(repr, double))} begin with the same token, so the model cannot choose between "
+            f"the words {', '.join(map(repr, same))} begin with the same token, so the model cannot choose between "
             "them; give other words for the classes"
         )
-    return found
+    return first
 
 
 def _keeps_logits(model: nn.Module) -> bool:
-    """Whether the model computes logits only where they are wanted."""
+    """Whether the model can compute logits at some tokens only."""
     outer: Any = model
     inner = outer.get_base_model() if hasattr(outer, "get_base_model") else outer
     return "logits_to_keep" in inspect.signature(inner.forward).parameters

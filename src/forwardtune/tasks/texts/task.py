@@ -1,4 +1,4 @@
-"""Tuning a language model to labelled texts."""
+"""A transformer tuned to labelled texts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Batch = tuple[list[Rows], Tensor]
 
 
 class TextTask(Task):
-    """The weights of a model, or of its adapter, are tuned without dropout."""
+    """The weights of a model, or of its adapter, are tuned, without dropout."""
 
     workload: TextWorkload
 
@@ -82,14 +82,14 @@ class TextTask(Task):
         return [None] * self.tests
 
     def _encoded(self, kept: list[Rows | None], texts: Sequence[Text], chosen: Tensor) -> list[Rows]:
-        """Examples by their numbers, encoded when they are first asked for."""
-        found = []
+        """Examples by index, encoded when they are first asked for."""
+        encoded = []
         for i in chosen.tolist():
             rows = kept[i]
             if rows is None:
                 rows = kept[i] = self.setup.encode(texts[i])
-            found.append(rows)
-        return found
+            encoded.append(rows)
+        return encoded
 
     def batch(self, chosen: Tensor) -> Batch:
         return self._encoded(self._train, self.texts.train, chosen), self.texts.train_y[chosen].to(self.device)
@@ -98,38 +98,41 @@ class TextTask(Task):
         return self._objective(self.setup.logits(model, batch[0]), batch[1])
 
     def _objective(self, logits: Tensor, actual: Tensor) -> Tensor:
-        """The cross entropy, for a score that of an answer between its two ends; or what a metric lacks."""
+        """One minus a metric, or the loss: the cross entropy, with a score as the probability of the second answer.
+
+        A head that gives the score itself has the squared error.
+        """
         if self.workload.objective != "loss":
             return 1 - OF_CLASSES[self.workload.objective](*class_counts(logits.argmax(1), actual, logits.shape[1]))
         if self.texts.classes:
             return F.cross_entropy(logits, actual)
         if logits.shape[1] == 1:
             return F.mse_loss(logits[:, 0], actual)
-        part = (actual - self.texts.low) / (self.texts.high - self.texts.low)
-        return F.cross_entropy(logits, torch.stack([1 - part, part], dim=1))
+        second = (actual - self.texts.low) / (self.texts.high - self.texts.low)
+        return F.cross_entropy(logits, torch.stack([1 - second, second], dim=1))
 
     def answer(self, logits: Tensor) -> Tensor:
-        """Numbers of classes, or scores."""
+        """Class indices, or scores."""
         if self.texts.classes:
             return logits.argmax(1)
         return score_between(logits, self.texts.low, self.texts.high)
 
     def score(self, model: nn.Module, train: Tensor, test: Tensor) -> Scores:
-        train_loss, _ = self._means(
-            model, self._encoded(self._train, self.texts.train, train), self.texts.train_y[train]
-        )
+        encoded = self._encoded(self._train, self.texts.train, train)
+        train_loss, _ = self._evaluated(model, encoded, self.texts.train_y[train])
         actual = self.texts.test_y[test]
-        test_loss, predicted = self._means(model, self._encoded(self._test, self.texts.test, test), actual)
+        test_loss, predicted = self._evaluated(model, self._encoded(self._test, self.texts.test, test), actual)
         classes = len(self.texts.classes)
-        return Scores(train_loss, test_loss, {n: metric(n, predicted, actual, classes) for n in self.metrics})
+        return Scores(train_loss, test_loss, {name: metric(name, predicted, actual, classes) for name in self.metrics})
 
-    def _means(self, model: nn.Module, examples: list[Rows], actual: Tensor) -> tuple[float, Tensor]:
+    def _evaluated(self, model: nn.Module, examples: list[Rows], actual: Tensor) -> tuple[float, Tensor]:
+        """The objective over all examples, and the answers."""
         logits = self.predict(model, examples)
         return self._objective(logits, actual).item(), self.answer(logits)
 
     @torch.inference_mode()
     def predict(self, model: nn.Module, examples: list[Rows]) -> Tensor:
-        """Logits, computed in the order of length."""
+        """Logits, computed in order of length."""
         order = sorted(range(len(examples)), key=lambda i: len(examples[i][0]["input_ids"]))
         parts = [
             self.setup.logits(model, [examples[i] for i in order[at : at + CHUNK]]).cpu()
@@ -153,7 +156,7 @@ class TextTask(Task):
         return str(footprint(model))
 
     def make_base(self, file: Path) -> nn.Module:
-        """Only what is not in the model's own files is written."""
+        """Writes only the weights that the model's own files lack."""
         model, new = self._built()
         state = model.state_dict()
         made = {name: state[name].contiguous().clone() for name in new}

@@ -1,4 +1,4 @@
-"""A workload of texts: a transformer, how it is asked, and what of it is tuned."""
+"""A workload of texts: a transformer, how texts are put to it, and which of its weights are tuned."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 class TextWorkload(Workload):
     """A transformer tuned to labelled texts.
 
-    weights: the model's folder in the spec's or the data's folder, ``"package:NAME/FOLDER"`` for one inside an
-        installed package, or, with a download, a hub's name.
+    weights: the model's folder in the spec's folder or the data folder, ``"package:NAME/FOLDER"`` for one inside an
+        installed package or, if downloads are allowed, a name on the Hub.
     setup: how texts are put to the model, ``"prompt"``, ``"similarity"`` or ``"head"``; inferred from the model by
         default.
-    adapter: ``"lora"``, ``"prefix"``, ``"prompt"`` or ``"ia3"`` is tuned in the place of the model's own weights.
-    objective: ``"loss"``, or ``"accuracy"`` or ``"f1"``, which have no gradient, of the batch.
-    template, words: the question and its answers, for a task whose own are not wanted.
-    max_length: tokens of an example at most.
-    pad_token: for a tokenizer that has none, where a head needs it.
-    train, test, text, label: of ``data = "files"``: tables (.csv, .tsv, .jsonl), and the names of their columns.
+    adapter: ``"lora"``, ``"prefix"``, ``"prompt"`` or ``"ia3"``, tuned instead of the model's own weights.
+    objective: what is tuned on each batch: ``"loss"``, or ``"accuracy"`` or ``"f1"``, which have no gradient.
+    template, words: the question and its answers, if not the task's own.
+    max_length: the maximum number of tokens in an example.
+    pad_token: for a head on a model whose tokenizer has none.
+    train, test, text, label: for ``data = "files"``: tables (.csv, .tsv, .jsonl), and the names of their columns.
     """
 
     setup: str = ""
@@ -56,20 +56,20 @@ class TextWorkload(Workload):
         if self.setup:
             one_of("setup", self.setup, SETUPS)
         if self.setup == "head" and (self.template or self.words):
-            raise ExperimentError("a head is not asked by template and words; leave them out, or choose another setup")
+            raise ExperimentError("a head uses no template and no words; leave them out, or choose another setup")
         one_of("adapter", self.adapter, ADAPTERS)
         one_of("objective", self.objective, OBJECTIVES)
         one_of("dtype", self.dtype, DTYPES)
         if self.objective != "loss" and self.data == "stsb":
-            raise ExperimentError(f"stsb asks for scores, which have no {self.objective}; tune by the loss")
+            raise ExperimentError(f'stsb asks for scores, which have no {self.objective}; choose the objective "loss"')
         at_least(8, max_length=self.max_length)
 
     def _check_files(self) -> None:
-        """That tables are named for texts from files, and for no others."""
+        """Tables are named for texts from files, and for nothing else."""
         for name, needed in (("train", True), ("text", True), ("label", True), ("test", False)):
             given = getattr(self, name)
             if given and self.data != FILES:
-                raise ExperimentError(f"{name} has no meaning for {self.data}; leave it out")
+                raise ExperimentError(f"{name} does not apply to {self.data}; leave it out")
             if needed and not given and self.data == FILES:
                 raise ExperimentError(f"texts from files need {name!r}; give it")
         if len(self.text) > 2:
