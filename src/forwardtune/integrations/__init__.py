@@ -1,1 +1,1 @@
-"""forwardtune inside other people's loops."""
+"""forwardtune inside other libraries' training loops."""

@@ -1,4 +1,4 @@
-"""Hugging Face: a Trainer that needs forward passes only, with or without peft's adapters."""
+"""Hugging Face: a Trainer that needs only forward passes, with or without peft's adapters."""
 
 from forwardtune.integrations.huggingface.arguments import ForwardTrainingArguments
 from forwardtune.integrations.huggingface.footprint import Footprint, footprint

@@ -1,4 +1,4 @@
-"""Training arguments: Trainer's, and those of a method; what has no meaning without gradients is refused."""
+"""Training arguments: Trainer's and those of a method; arguments that only apply to gradients are refused."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from forwardtune.errors import InvalidArgumentError
 from forwardtune.methods import METHODS
 from forwardtune.optimizer import LineSearch
 
-NO_MEANING = {
+NOT_APPLICABLE = {
     "fp16": "its scaler scales gradients, and there are none; load the model in float16 or use bf16",
-    "gradient_checkpointing": "it saves memory of the backward pass, and there is none",
+    "gradient_checkpointing": "it saves memory in the backward pass, and there is none",
     "max_grad_norm": "there are no gradients to clip",
     "weight_decay": "no method here decays weights",
     "optim": "the optimizer is chosen by `method`",
@@ -23,16 +23,17 @@ NO_MEANING = {
     "adam_beta1": "there is no Adam here",
     "adam_beta2": "there is no Adam here",
     "adam_epsilon": "there is no Adam here",
-    "deepspeed": "it shards gradients and the state of the optimizer, and there are none",
-    "fsdp": "the weights must be whole in every process; those that fit for inference fit here",
+    "deepspeed": "it shards gradients and optimizer states, and there are none",
+    "fsdp": "every process needs all the weights; a model that fits for inference fits here",
 }
+"""Why an argument of Trainer's is refused."""
 
 
 @dataclass
 class ForwardTrainingArguments(transformers.TrainingArguments):
-    """Trainer's arguments, with a method that needs no gradients in the optimizer's place.
+    """Trainer's arguments, with a method that needs no gradients instead of an optimizer.
 
-    `seed` is also the seed of the noise. `learning_rate` is by default the method's own.
+    `seed` also seeds the noise. `learning_rate` defaults to the method's own.
 
     >>> args = ForwardTrainingArguments("out", method="MeZO", learning_rate=1e-6, max_steps=100)
     >>> args.method, args.rho
@@ -40,28 +41,32 @@ class ForwardTrainingArguments(transformers.TrainingArguments):
     """
 
     learning_rate: float | None = field(  # type: ignore[assignment]
-        default=None, metadata={"help": "The step size; by default the method's own."}
+        default=None, metadata={"help": "The step size; defaults to the method's own."}
     )
     max_grad_norm: float = field(default=0.0, metadata={"help": "Not used: there are no gradients to clip."})
     method: str = field(default="VS2P", metadata={"help": f"One of {', '.join(METHODS)}."})
     rho: float = field(default=1e-3, metadata={"help": "How far from the weights the loss is probed."})
     distribution: str = field(
-        default="rademacher", metadata={"help": "Of the noise: rademacher, normal, uniform or sphere."}
+        default="rademacher", metadata={"help": "The distribution of the noise: rademacher, normal, uniform or sphere."}
     )
-    directions: int = field(default=1, metadata={"help": "How many directions a step searches."})
+    directions: int = field(default=1, metadata={"help": "Directions searched per step."})
     method_args: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Other settings of the method, such as {'window': 20}."}
+        default=None, metadata={"help": 'Other settings of the method, such as {"window": 20}.'}
     )
-    ledger: str | None = field(default=None, metadata={"help": "A file that records the run, to replay it."})
+    ledger: str | None = field(
+        default=None, metadata={"help": "A file that records the run, so that it can be replayed."}
+    )
 
     _VALID_DICT_FIELDS = [*transformers.TrainingArguments._VALID_DICT_FIELDS, "method_args"]  # noqa: RUF012
 
     def __post_init__(self) -> None:
         defaults = {entry.name: entry.default for entry in fields(self)}
-        for name, reason in NO_MEANING.items():
+        for name, reason in NOT_APPLICABLE.items():
             given = getattr(self, name, None)
             if given and given != defaults[name]:
-                raise InvalidArgumentError(f"{name}={given!r} has no meaning with forward passes only: {reason}")
+                raise InvalidArgumentError(
+                    f"{name}={given!r} does not apply to tuning with forward passes only: {reason}"
+                )
         known = {name.lower(): name for name in METHODS}
         if str(self.method).lower() not in known:
             raise InvalidArgumentError(f"method {self.method!r} is not known; choose one of {', '.join(METHODS)}")
@@ -75,21 +80,23 @@ class ForwardTrainingArguments(transformers.TrainingArguments):
         given = json.loads(self.method_args) if isinstance(self.method_args, str) else self.method_args or {}
         known = inspect.signature(METHODS[self.method]).parameters.keys() - {"params", "lr", "run"}
         if "rho" not in known and self.rho != 1e-3:
-            raise InvalidArgumentError(f"rho={self.rho:g} has no meaning for {self.method}, which probes at its rate")
+            raise InvalidArgumentError(
+                f"rho={self.rho:g} does not apply to {self.method}, which probes at its learning rate; leave it out"
+            )
         for name in given:
             if name not in known:
-                settings = ", ".join(sorted(known)) or "its rate"
+                settings = ", ".join(sorted(known)) or "its learning rate"
                 raise InvalidArgumentError(
                     f"method_args: {self.method} has no setting {name!r}, only {settings}; "
                     "seed, distribution and directions are arguments of their own"
                 )
 
     def optimizer(self, params: Any, **run: Any) -> LineSearch:
-        """The method over some parameters."""
+        """The method, with the parameters it is to tune."""
         kind: Any = METHODS[self.method]
         settings = dict(self.method_args or {})  # type: ignore[arg-type]  # text was read as JSON by Trainer's arguments
         if "rho" in inspect.signature(kind).parameters:
             settings = {"rho": self.rho, **settings}
         options = {"distribution": self.distribution, "directions": self.directions, "seed": self.seed}
-        made: LineSearch = kind(params, lr=self.learning_rate, **settings, **options, **run)
-        return made
+        optimizer: LineSearch = kind(params, lr=self.learning_rate, **settings, **options, **run)
+        return optimizer

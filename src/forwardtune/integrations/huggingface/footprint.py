@@ -1,12 +1,11 @@
-"""What will be tuned, and the memory that it takes."""
+"""What will be tuned, and the memory it takes."""
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]  # comes with accelerate
 import torch
 from torch import Tensor, nn
 
@@ -17,11 +16,11 @@ from forwardtune.errors import InvalidArgumentError
 class Footprint:
     """Numbers of weights, and bytes.
 
-    tuned, total: weights that will move, and all.
-    memory: bytes of all weights and buffers, which is what tuning needs beside one forward pass.
-    adamw: bytes that backpropagation with AdamW would need beside them, not counting kept activations: for every tuned
-        weight a gradient and two moments.
-    names: the tuned parameters, layers that are alike taken together.
+    tuned, total: the weights that are tuned, and all weights.
+    memory: bytes of all weights and buffers, which is what tuning needs in addition to one forward pass.
+    adamw: bytes that backpropagation with AdamW would need on top, not counting stored activations: a gradient and two
+        moments for every tuned weight.
+    names: the tuned parameters, with the same parameter of all layers listed once.
     """
 
     tuned: int
@@ -40,7 +39,7 @@ class Footprint:
 
 
 def footprint(model: nn.Module) -> Footprint:
-    """Of a model with or without adapters.
+    """The footprint of a model, with or without adapters.
 
     >>> print(footprint(nn.Linear(1000, 10)))
     tunes 10,010 of 10,010 weights (100.00%): weight, bias
@@ -48,7 +47,7 @@ def footprint(model: nn.Module) -> Footprint:
     """
     params = dict(model.named_parameters())
     tuned = {name: p for name, p in params.items() if p.requires_grad}
-    held = {_place(tensor): tensor for tensor in (*params.values(), *model.buffers())}
+    held = {_storage(tensor): tensor for tensor in (*params.values(), *model.buffers())}
     return Footprint(
         tuned=sum(p.numel() for p in tuned.values()),
         total=sum(p.numel() for p in params.values()),
@@ -59,28 +58,24 @@ def footprint(model: nn.Module) -> Footprint:
 
 
 def check_fits(needed: int, what: str, device: torch.device) -> None:
-    """Refuses what is larger than the memory that is free."""
+    """Refuses what needs more memory than is free."""
     free = available(device)
-    if free is not None and needed > free:
+    if needed > free:
         raise InvalidArgumentError(
             f"{what} needs {size(needed)} for its weights alone, and {size(free)} are free on {device.type}; choose a "
             "smaller model, load it in bfloat16, or free some memory"
         )
 
 
-def available(device: torch.device) -> int | None:
-    """Bytes that are free on a device; None where that is not known."""
+def available(device: torch.device) -> int:
+    """Bytes that are free on a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(rows["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
+    return int(psutil.virtual_memory().available)
 
 
 def size(count: float) -> str:
-    """Bytes in words."""
+    """A number of bytes, for people."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -88,5 +83,6 @@ def size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def _place(tensor: Tensor) -> object:
+def _storage(tensor: Tensor) -> object:
+    """The same for tensors that share memory."""
     return tensor.device, tensor.untyped_storage().data_ptr() or id(tensor)

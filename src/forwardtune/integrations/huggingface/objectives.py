@@ -1,7 +1,7 @@
-"""What a step minimises, over all micro-batches of all processes.
+"""What a step minimizes, over all micro-batches of all processes.
 
-A micro-batch's mean counts as much as it has labels, so the objective does not depend on how the batch was cut.
-Accuracy and F1 are computed from counts that add up, once, over everything; they are maximised.
+A micro-batch's mean is weighted by its number of labels, so the objective does not depend on how the batch was split.
+Accuracy and F1 are maximized; they are computed once, from counts that are summed over everything.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ Objective = Callable[["ForwardTrainer", nn.Module, Sequence[Batch]], Tensor]
 
 
 def choose(objective: str | Own) -> Objective:
-    """An objective by its name, or the user's own function of a model and a batch."""
+    """An objective by name, or the user's own function of the model and a batch."""
     named = {"loss": loss} | {name: one_minus(metric) for name, metric in OF_CLASSES.items()}
     if callable(objective):
         return own(objective)
     if objective not in named:
         raise InvalidArgumentError(
             f"objective {objective!r} is not known; choose one of {', '.join(named)}, or give a function of the model "
-            "and a batch that returns the number to be made small"
+            "and a batch that returns the number to minimize"
         )
     return named[objective]
 
 
 def loss(trainer: ForwardTrainer, model: nn.Module, batches: Sequence[Batch]) -> Tensor:
     """Trainer's own loss, whatever computes it."""
-    found = [(trainer.compute_loss(model, dict(batch)), _labels(trainer, batch).numel()) for batch in batches]
-    return _mean(trainer, found)
+    return _mean(
+        trainer, [(trainer.compute_loss(model, dict(batch)), _labels(trainer, batch).numel()) for batch in batches]
+    )
 
 
 def own(function: Own) -> Objective:
@@ -52,7 +53,7 @@ def own(function: Own) -> Objective:
 
 
 def one_minus(metric: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Objective:
-    """A metric of the classes, to be made large."""
+    """A metric of classes, to be maximized."""
 
     def objective(trainer: ForwardTrainer, model: nn.Module, batches: Sequence[Batch]) -> Tensor:
         total = torch.stack([_counts(trainer, model, batch) for batch in batches]).sum(0)
@@ -71,13 +72,14 @@ def _counts(trainer: ForwardTrainer, model: nn.Module, batch: Batch) -> Tensor:
         logits, labels = logits[..., :-1, :], labels[..., 1:]
     if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
         raise InvalidArgumentError(
-            f"accuracy and F1 are of classes: labels must be integers, one for each row of logits, not "
+            f"accuracy and F1 are metrics of classes: labels must be integers, one for each row of logits, not "
             f"{labels.dtype} of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}"
         )
     known = labels != -100
     if known.any() and int(labels[known].max()) >= logits.shape[-1]:
         raise InvalidArgumentError(
-            f"the label {int(labels[known].max())} is out of range for a model with {logits.shape[-1]} classes"
+            f"the label {int(labels[known].max())} is out of range for a model with {logits.shape[-1]} classes; "
+            "correct the data, or load the model with num_labels"
         )
     return class_counts(logits[known].argmax(-1), labels[known], logits.shape[-1])
 
@@ -88,7 +90,7 @@ def _shifts(trainer: ForwardTrainer, batch: Batch) -> bool:
 
 
 def _labels(trainer: ForwardTrainer, batch: Batch) -> Tensor:
-    """Those that count, or one for each example where there are none."""
+    """Those that count, or one per example if there are none."""
     labels: Tensor | None = batch.get("shift_labels", batch.get("labels"))
     if not isinstance(labels, Tensor):
         return torch.empty(_examples(batch))
@@ -101,14 +103,17 @@ def _examples(batch: Batch) -> int:
     return next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim), 1)
 
 
-def _mean(trainer: ForwardTrainer, found: Sequence[tuple[Any, int]]) -> Tensor:
+def _mean(trainer: ForwardTrainer, weighted: Sequence[tuple[Any, int]]) -> Tensor:
+    """The weighted mean of some values, over all processes."""
     device = trainer.accelerator.device
     dtype = torch.float32 if device.type == "mps" else torch.float64
     totals = torch.zeros(2, dtype=dtype, device=device)
-    for value, weight in found:
-        if not weight:  # no label counts, and the mean of none is not a number
+    for value, weight in weighted:
+        if not weight:  # no label counts, and the mean of no labels is not a number
             continue
-        value = torch.as_tensor(value, dtype=dtype, device=device).mean()  # of several, if several GPUs shared a batch
+        value = torch.as_tensor(
+            value, dtype=dtype, device=device
+        ).mean()  # several values, if several GPUs shared a batch
         totals += torch.stack([value * weight, torch.tensor(weight, dtype=dtype, device=device)])
     total: Tensor = trainer.accelerator.reduce(totals, "sum")
     return total[0] / total[1]

@@ -1,8 +1,8 @@
 """`transformers.Trainer` with forward passes only: its loop, unchanged, around another training step.
 
-Trainer calls `training_step` for every micro-batch and then, when a batch is complete, `optimizer.step()`. Here the
-micro-batches are kept until the last one has come; then a step is made, each of whose probes visits all of them, and
-the call that follows does nothing.
+Trainer calls `training_step` for every micro-batch and, when a batch is complete, `optimizer.step()`. Here the
+micro-batches are kept until the last one arrives; then the step is taken, each of its probes going through all of them,
+and Trainer's own call of `optimizer.step()` does nothing.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import Tensor, nn
 from forwardtune import ledger as ledgers
 from forwardtune._compat.transformers import transformers
 from forwardtune.errors import InvalidArgumentError
-from forwardtune.integrations.huggingface.arguments import NO_MEANING, ForwardTrainingArguments
+from forwardtune.integrations.huggingface.arguments import NOT_APPLICABLE, ForwardTrainingArguments
 from forwardtune.integrations.huggingface.objectives import Own, choose
 from forwardtune.optimizer import LineSearch
 
 
 class ForwardTrainer(transformers.Trainer):
-    """A Trainer that tunes whatever `requires_grad`, by evaluating the loss.
+    """A Trainer that tunes every parameter with `requires_grad`, using only forward passes.
 
-    All of Trainer is there: schedulers, callbacks, logs, evaluation, checkpoints, several processes. The loss of a
-    step is computed under `model.train()`, with the same dropout masks at all its probes.
+    All of Trainer works: schedulers, callbacks, logs, evaluation, checkpoints, several processes. The loss of a step is
+    computed under `model.train()`, with the same dropout masks at all its probes.
 
     Args:
         model, args, ...: as for `transformers.Trainer`; `args` is a :class:`ForwardTrainingArguments`.
-        objective: what a step makes small: ``"loss"`` (default) is what Trainer would differentiate; ``"accuracy"`` and
-            ``"f1"`` are made large; a function of the model and a batch returns a number, with or without a gradient.
+        objective: what a step minimizes: ``"loss"`` (default) is what Trainer would differentiate; ``"accuracy"`` and
+            ``"f1"`` are maximized; a function of the model and a batch returns a number, with or without a gradient.
     """
 
     args: ForwardTrainingArguments
@@ -52,21 +52,23 @@ class ForwardTrainer(transformers.Trainer):
         args = ForwardTrainingArguments("tmp_trainer") if args is None else args
         if not isinstance(args, ForwardTrainingArguments):
             raise InvalidArgumentError(
-                f"args must be ForwardTrainingArguments, which name the method, not {type(args).__name__}"
+                f"args must be ForwardTrainingArguments, which choose the method, not {type(args).__name__}"
             )
         super().__init__(model, args, *others, **more)
         if not isinstance(self.optimizer, LineSearch | None):
             raise InvalidArgumentError(
-                f"the optimizer must be one of forwardtune's, not {type(self.optimizer).__name__}: it needs gradients"
+                f"the optimizer must be one of forwardtune's: {type(self.optimizer).__name__} needs gradients"
             )
         if self.optimizer_cls_and_kwargs:
-            raise InvalidArgumentError("optimizer_cls_and_kwargs has no meaning here; choose the method in args")
+            raise InvalidArgumentError("optimizer_cls_and_kwargs does not apply here; choose the method in args")
         sharded = self.accelerator.distributed_type in ("DEEPSPEED", "FSDP", "MEGATRON_LM")
-        if self.accelerator.mixed_precision == "fp16" or sharded:  # by a launcher, past the arguments
+        if self.accelerator.mixed_precision == "fp16" or sharded:  # set by a launcher, not by the arguments
             name = "fp16" if not sharded else {"DEEPSPEED": "deepspeed"}.get(self.accelerator.distributed_type, "fsdp")
-            raise InvalidArgumentError(f"{name} has no meaning with forward passes only: {NO_MEANING[name]}")
+            raise InvalidArgumentError(
+                f"{name} does not apply to tuning with forward passes only: {NOT_APPLICABLE[name]}"
+            )
         _check_padding(self.model, max(self.args.per_device_train_batch_size, self.args.per_device_eval_batch_size))
-        # No DistributedDataParallel: it would hold a copy of all gradients.
+        # No DistributedDataParallel: it would allocate a copy of all gradients.
         self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
         self._batches: list[Mapping[str, Any]] = []
         self._begun = False
@@ -74,7 +76,7 @@ class ForwardTrainer(transformers.Trainer):
         self.add_callback(_AnchorCheckpoints)
 
     def train(self, *others: Any, **more: Any) -> Any:
-        """As Trainer's; the ledger is given free however it ends."""
+        """As Trainer's; the ledger is closed however it ends."""
         try:
             return super().train(*others, **more)
         finally:
@@ -86,21 +88,23 @@ class ForwardTrainer(transformers.Trainer):
         super()._load_best_model()
 
     def create_optimizer(self, model: nn.Module | None = None) -> LineSearch:
-        """The method that the arguments name, over all that requires a gradient."""
+        """The method chosen by the arguments, over all parameters that require a gradient."""
         self._batches, self._begun = [], False
         if self.optimizer is None:
             tuned = [(name, p) for name, p in (model or self.model).named_parameters() if p.requires_grad]
             if not tuned:
-                raise InvalidArgumentError("there is nothing to tune: no parameter of the model has requires_grad")
+                raise InvalidArgumentError(
+                    "there is nothing to tune: no parameter of the model requires a gradient; set requires_grad on some"
+                )
             self.optimizer = self.args.optimizer(tuned)
-        if isinstance(self.optimizer, LineSearch):  # and not yet wrapped by accelerate
+        if isinstance(self.optimizer, LineSearch):  # not yet wrapped by accelerate
             self.optimizer.step = MethodType(_step_with_closure, self.optimizer)  # type: ignore[method-assign]
         return self._method
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Keeps a micro-batch; with the last one, makes the step and returns the loss of all."""
+        """Keeps a micro-batch; at the last one, takes the step and returns the loss over all of them."""
         self._batches.append(self._prepare_inputs(inputs))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -111,31 +115,31 @@ class ForwardTrainer(transformers.Trainer):
             _check_labels(self.model, batch)
         model.train()
 
-        def evaluate() -> Tensor:
+        def query() -> Tensor:
             with self.compute_loss_context_manager():
                 return self._objective(self, model, batches)
 
-        loss: Tensor = self._method.step(evaluate)
+        loss: Tensor = self._method.step(query)
         return loss
 
     def log(self, logs: dict[str, float], *others: Any, **more: Any) -> None:
-        """Adds what the method saw in its last step, and how many evaluations it has used, to logs of the training."""
+        """Adds what the method saw in its last step, and how many queries it has used, to the training logs."""
         if "loss" in logs and self.optimizer and (seen := self._method.last_step):
             logs.pop("grad_norm", None)  # there are no gradients
-            found = {"gamma": seen.gamma, "sigma": seen.sigma, "t": seen.t}
-            logs |= {name: value for name, value in found.items() if value is not None}
+            measured = {"gamma": seen.gamma, "sigma": seen.sigma, "t": seen.t}
+            logs |= {name: value for name, value in measured.items() if value is not None}
             logs |= {"queries": self._method.queries, "plateaus": self._method.plateaus}
         super().log(logs, *others, **more)
 
     @property
     def _method(self) -> LineSearch:
-        """The optimizer without what accelerate wraps around it."""
-        found = self.optimizer if isinstance(self.optimizer, LineSearch) else self.optimizer.optimizer
-        assert isinstance(found, LineSearch)
-        return found
+        """The optimizer without accelerate's wrapper."""
+        method = self.optimizer if isinstance(self.optimizer, LineSearch) else self.optimizer.optimizer
+        assert isinstance(method, LineSearch)
+        return method
 
     def _begin(self) -> None:
-        """Before the first step of a call of `train`: the same weights everywhere, and the ledger."""
+        """Before the first step of a call to `train`: gives all processes the same weights, and opens the ledger."""
         self._begun, optimizer = True, self._method
         if self.accelerator.num_processes > 1:
             for tensor in (*self.model.parameters(), *self.model.buffers()):
@@ -144,7 +148,7 @@ class ForwardTrainer(transformers.Trainer):
             path = Path(self.args.ledger)
             if path.exists() and not optimizer.queries:
                 raise InvalidArgumentError(
-                    f"the ledger {path} is there already: go on with its run by train(resume_from_checkpoint=True), or "
+                    f"the ledger {path} already exists: resume its run by train(resume_from_checkpoint=True), or "
                     "choose another name"
                 )
             if path.exists():
@@ -162,7 +166,7 @@ class ForwardTrainer(transformers.Trainer):
 
 
 def _check_padding(model: nn.Module, batch: int) -> None:
-    """A classifier on top of a causal model finds the end of a text by the token that it is padded with."""
+    """A classifier on top of a causal model finds the end of a text by the pad token."""
     config: Any = getattr(model, "config", None)
     if batch == 1 or not _classifies(model) or getattr(config, "pad_token_id", None) is not None:
         return
@@ -183,7 +187,7 @@ def _check_labels(model: nn.Module, batch: Mapping[str, Any]) -> None:
     if classes > 1 and len(wrong):
         raise InvalidArgumentError(
             f"the label {wrong[0].item()} is out of range for a model with {classes} classes; labels are 0 to "
-            f"{classes - 1}: mend the data, or load the model with num_labels"
+            f"{classes - 1}: correct the data, or load the model with num_labels"
         )
 
 
@@ -193,7 +197,7 @@ def _classifies(model: nn.Module) -> bool:
 
 
 class _AnchorCheckpoints(transformers.TrainerCallback):
-    """With every checkpoint the ledger notes the weights, by which it knows a run that goes on from there."""
+    """Anchors the ledger at every checkpoint, so that it recognizes a run that resumes from there."""
 
     def on_save(self, *others: Any, optimizer: Any = None, **more: Any) -> None:
         recorder = getattr(optimizer, "optimizer", optimizer).recorder
@@ -202,5 +206,5 @@ class _AnchorCheckpoints(transformers.TrainerCallback):
 
 
 def _step_with_closure(optimizer: LineSearch, closure: Callable[[], Any] | None = None) -> Any:
-    """The step that `training_step` makes; without a closure it is Trainer's call, after it, and there is none."""
+    """With a closure, the call of `training_step`, takes a step; without, Trainer's call that follows, does nothing."""
     return None if closure is None else type(optimizer).step(optimizer, closure)
