@@ -1,10 +1,12 @@
-"""The commands `compare`, `run`, `report`, `presets` and `reproduction`, as processes."""
+"""The commands `compare`, `run`, `report`, `presets` and `reproduction`: as processes where that is the point."""
 
 import json
 import subprocess
 import sys
 
 import pytest
+
+from forwardtune.cli import main
 from tests.helpers.comparisons import DATA, TEXT, needs_data, outcomes
 
 ONE = TEXT.replace("[0, 1]", "[0]").replace("[1, 4]", "[1]")
@@ -99,12 +101,16 @@ def test_presets():
         (["run", "--preset", "digits", "--method", "VS2P", "--lr", "-1"], "--lr must be above zero"),
     ],
 )
-def test_bad_input_is_one_paragraph(arguments, complaint, tmp_path):
-    done = forwardtune(*arguments, cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert complaint in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_bad_input_is_one_paragraph(arguments, complaint, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FORWARDTUNE_DATA", raising=False)
+    monkeypatch.setattr(sys, "argv", ["forwardtune", *arguments])
+    with pytest.raises(SystemExit, match=r"^1$"):
+        main()
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert complaint in said
+    assert said.count("\n") == 1
 
 
 REDUCED = """
@@ -141,8 +147,8 @@ def test_real_data_and_weights(tmp_path):
     file.write_text(REDUCED)
     done = forwardtune("compare", file, "--data", DATA, "--out", tmp_path / "out", "--no-report", "--quiet")
     assert done.returncode == 0, done.stderr
-    found = outcomes(tmp_path / "out")
-    assert len(found) == 10
-    for result in found.values():
+    results = outcomes(tmp_path / "out")
+    assert len(results) == 10
+    for result in results.values():
         assert result["data"] == {"name": "mnist", "train": 60_000, "test": 10_000, "digest": result["data"]["digest"]}
         assert result["queries"] == 12

@@ -8,9 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from tests.helpers.comparisons import TEXT, outcomes
 
 from forwardtune import ledger
+from tests.helpers.comparisons import TEXT, outcomes
 
 PRETRAIN = 'pretrain = {data = "digits", steps = 30}'
 SPEC = (
@@ -66,7 +66,7 @@ def test_killed_at_random_moments(tmp_path):
         kills += 1
         if kind == "interrupt":
             assert process.returncode == 130
-            assert "the same command goes on where it stopped" in err
+            assert "the same command resumes where it left off" in err
         elif kind == "worker" and process.returncode == 1:
             assert "a worker process died" in err
         assert "Traceback" not in err

@@ -17,6 +17,7 @@ from forwardtune.cli.main import app
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments import runner
 from forwardtune.finetuning.tuned import Tuned
+from forwardtune.tasks.texts.models import Language
 from tests.helpers import tiny
 
 from transformers import AutoModelForCausalLM  # isort: skip
@@ -73,7 +74,7 @@ def test_a_model_is_tuned_saved_and_asked(home):
     assert (
         f"| accuracy | {100 * result['curve']['accuracy'][0]:.1f} | {100 * result['final']['accuracy']:.1f} |" in card
     )
-    assert "80 evaluations of VS2P" in card
+    assert "80 queries of VS2P" in card
     # Predictions are those that were evaluated.
     run("predict --model tuned --input test.jsonl --out answers.csv")
     with open(home / "answers.csv", newline="") as file:
@@ -89,12 +90,12 @@ def test_a_model_is_tuned_saved_and_asked(home):
 @pytest.mark.parametrize(
     "more",
     [
-        "--model model --peft lora",
-        "--model model --peft prompt --method mezo",
-        "--model model --setup head --peft lora --method stp",
+        "--model model --adapter lora",
+        "--model model --adapter prompt --method mezo",
+        "--model model --setup head --adapter lora --method stp",
         "--model encoder",
-        "--model encoder --peft lora --objective accuracy --rho 0.3",
-        "--model encoder --peft prompt",
+        "--model encoder --adapter lora --objective accuracy --rho 0.3",
+        "--model encoder --adapter prompt",
         "--model encoder --setup head",
     ],
 )
@@ -108,13 +109,13 @@ def test_every_kind_of_result_answers_as_it_was_evaluated(home, monkeypatch, mor
     right = [answer.prediction == row["label"] for answer, row in zip(answers, rows, strict=True)]
     assert sum(right) / 20 == pytest.approx(result["final"]["accuracy"])
     assert ("base.safetensors" in {file.name for file in (home / "tuned").iterdir()}) == (
-        "--peft" in more or "head" in more
+        "--adapter" in more or "head" in more
     )
 
 
 def test_a_stopped_run_goes_on(home, monkeypatch):
     run("finetune --model model --lr 20 --out whole --quiet", USUAL)
-    step, made = runner._Progress._step, []
+    step, made = runner._RunUnderWay._step, []
 
     def interrupted(self, *others):
         made.append(1)
@@ -122,7 +123,7 @@ def test_a_stopped_run_goes_on(home, monkeypatch):
             raise KeyboardInterrupt
         return step(self, *others)
 
-    monkeypatch.setattr(runner._Progress, "_step", interrupted)
+    monkeypatch.setattr(runner._RunUnderWay, "_step", interrupted)
     done = CliRunner().invoke(app, ["finetune", "--model", "model", "--lr", "20", "--quiet", *shlex.split(USUAL)])
     assert done.exit_code == 130
     assert not (home / "tuned" / "forwardtune.json").exists()
@@ -146,11 +147,11 @@ def test_a_stopped_run_goes_on(home, monkeypatch):
         ("--model model --train train.csv --text-column body", r"there is no column 'body', only 'text', 'label'"),
         ("--model model --train train.csv --method adam", "method 'adam' is not known"),
         ("--model model --train train.csv --method stp --rho 0.1", "STP probes at its --lr and has no rho"),
-        ("--model model --train train.csv --peft loar", "adapter 'loar' is not known"),
+        ("--model model --train train.csv --adapter loar", "adapter 'loar' is not known"),
         ("--model model --train train.csv --batch 100", "a batch of 100 is more than the 36 training examples"),
         ("--model model --train train.csv --out model", "model is not empty"),
         ("--model model --task sst2 --text-column a", "--text-column and --label-column are of a table of your own"),
-        ("--model model --train train.csv --ledger train.csv", "train.csv is there already; choose another name"),
+        ("--model model --train train.csv --ledger train.csv", "train.csv already exists; choose another name"),
     ],
 )
 def test_bad_input_is_told_before_anything_is_done(home, command, complaint):
@@ -158,6 +159,28 @@ def test_bad_input_is_told_before_anything_is_done(home, command, complaint):
     assert isinstance(done.exception, ExperimentError)
     assert re.search(complaint, str(done.exception)), str(done.exception)
     assert not list((home).glob("tuned/run/runs/*"))
+
+
+def test_the_model_is_loaded_once(home, monkeypatch):
+    """For the base weights, the run and the saved model alike; a run that was killed before it was saved, again."""
+    loads, build = [], Language.build
+    monkeypatch.setattr(Language, "build", lambda *a: loads.append(1) or build(*a))
+    run("finetune --model model --adapter lora --quiet", USUAL)
+    assert len(loads) == 1
+    saved = load_file(home / "tuned" / "adapter_model.safetensors")
+    for name in ("forwardtune.json", "adapter_model.safetensors"):
+        (home / "tuned" / name).unlink()
+    run("finetune --model model --adapter lora --quiet", USUAL)
+    assert len(loads) == 2
+    again = load_file(home / "tuned" / "adapter_model.safetensors")
+    assert all(torch.equal(saved[name], again[name]) for name in saved)
+
+
+def test_the_old_name_of_a_flag(home):
+    done = CliRunner().invoke(app, ["finetune", "--model", "model", "--peft", "lora", "--quiet", *shlex.split(USUAL)])
+    assert done.exit_code == 0
+    assert "--peft is called --adapter now" in done.stderr
+    assert (home / "tuned" / "adapter_model.safetensors").exists()
 
 
 def test_a_folder_belongs_to_one_run(home):

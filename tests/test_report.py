@@ -9,6 +9,7 @@ import subprocess
 from html.parser import HTMLParser
 
 import pytest
+
 from tests.helpers.comparisons import TEXT, finished, parse
 
 pytest.importorskip("plotly")
@@ -48,7 +49,7 @@ def expected_accuracy(results):
         mine = [result for result in results if result["run"]["method"] == method]
         rates = {}
         for result in mine:
-            loss = result["curve"]["train_loss"][-1]  # of four looks
+            loss = result["curve"]["train_loss"][-1]  # of four evaluations
             diverged = result["status"] == "diverged"
             rates.setdefault(result["run"]["lr"], []).append(float("inf") if diverged else loss)
         best = min(rates, key=lambda lr: (statistics.fmean(rates[lr]), lr))
@@ -95,19 +96,19 @@ def test_the_tables_hold_the_stores_numbers(made):
     folder, page, results = made
     assert len(results) == 10
     assert any(result["status"] == "diverged" for result in results)
-    found = Tables(page).tables
-    assert body_of(found["accuracy"]) == expected_accuracy(results)
+    shown = Tables(page).tables
+    assert body_of(shown["accuracy"]) == expected_accuracy(results)
     with open(folder / "report" / "runs.csv", newline="") as file:
         rows = {row["id"]: row for row in csv.DictReader(file)}
-    assert len(rows) == len(found["runs"]) - 1 == 10
+    assert len(rows) == len(shown["runs"]) - 1 == 10
     for result in results:
         row = rows[result["id"]]
         assert float(row["accuracy"]) == result["final"]["accuracy"]
         assert float(row["train_loss"]) == result["final"]["train_loss"]
         assert int(row["queries"]) == result["queries"]
         assert row["torch_version"] == result["code"]["versions"]["torch"]
-        shown = next(cells for cells in found["runs"] if cells[-1] == result["id"])
-        assert shown[7] == f"{100 * result['final']['accuracy']:.1f}"
+        cells = next(cells for cells in shown["runs"] if cells[-1] == result["id"])
+        assert cells[7] == f"{100 * result['final']['accuracy']:.1f}"
     with open(folder / "report" / "accuracy.csv", newline="") as file:
         for row in csv.DictReader(file):
             mean = statistics.fmean(
@@ -169,7 +170,7 @@ def test_a_comparison_that_is_not_complete(made, tmp_path):
         if run["seed"] == 1:
             file.unlink()
     page = report.write(score(parse(SPEC), Store(tmp_path / "part")), tmp_path / "part").read_text()
-    assert "5 runs of the comparison are not there yet." in page
+    assert "5 runs of the comparison are missing." in page
     mine = [r for r in results if (r["run"]["method"], r["run"]["seed"]) == ("MeZO", 0)]
     assert body_of(Tables(page).tables["accuracy"])["MeZO"] == f"{100 * mine[0]['final']['accuracy']:.1f}"
     next(file for file, run in files.items() if run["seed"] == 0 and run["method"] == "VS2P").unlink()
@@ -238,7 +239,7 @@ def test_in_a_browser(made, tmp_path):
 def test_every_workload_has_its_tables_and_charts(made):
     folder, _, _ = made
     scores = score(parse(SPEC), Store(folder))
-    assert [table.name for table in tables(scores)] == ["accuracy", "loss", "acceleration", "differences", "rates"]
-    for table in tables(scores):
+    assert list(tables(scores)) == ["accuracy", "loss", "acceleration", "differences", "rates"]
+    for table in tables(scores).values():
         assert all(len(row) == len(table.header) for row in table.rows)
     assert [chart.name for chart in charts(scores.workloads[0])][:3] == ["loss", "accuracy", "sensitivity"]

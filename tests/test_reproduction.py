@@ -2,14 +2,19 @@
 
 import json
 import re
+import tomllib
 
 import pytest
 
 from forwardtune import presets
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments.plan import plan
+from forwardtune.experiments.result import Circumstances, Code, Curve, Host
 from forwardtune.experiments.store import Store
-from forwardtune.reproduction.page import page
+from forwardtune.reproduction.page import PRINTED, page
+from forwardtune.tasks import Scores
+from forwardtune.tasks.task import DataFacts
+from tests.helpers.comparisons import made_up
 
 
 def make_up(folder, name, but=()):
@@ -19,35 +24,19 @@ def make_up(folder, name, but=()):
     for run in plan(spec):
         if run.workload.network in but:
             continue
-        place = run.method.lr.index(run.lr)
-        loss = 2 - 0.1 * place if run.method.label == "VS2P" else 2 + 0.1 * place
-        accuracy = 0.5 + 0.01 * run.seed
+        index = run.method.lr.index(run.lr)
+        loss = 2 - 0.1 * index if run.method.label == "VS2P" else 2 + 0.1 * index
+        before, after = Scores(4.0, 4.0, {"accuracy": 0.1}), Scores(loss, loss, {"accuracy": 0.5 + 0.01 * run.seed})
         store.save(
-            {
-                "id": run.id,
-                "status": "finished",
-                "reason": "",
-                "queries": 30,
-                "final": {"train_loss": loss, "test_loss": loss, "accuracy": accuracy},
-                "curve": {
-                    "queries": [0, 10, 20, 30],
-                    "train_loss": [4.0, loss, loss, loss],
-                    "accuracy": [0.1] + [accuracy] * 3,
-                },
-                "data": {
-                    "name": run.workload.data,
-                    "train": 777,
-                    "test": 55,
-                    "digest": "",
-                    "note": "a batch is missing",
-                },
-                "code": {"versions": {"torch": "2.0"}, "commit": "0123456789abcdef", "dirty": True},
-                "circumstances": {
-                    "host": {"cores": 2, "cpu": "a CPU"},
-                    "seconds": 3600 / len(plan(spec)),
-                    "finished": "2026-01-02T03:04:05+00:00",
-                },
-            }
+            made_up(
+                Curve((0, 10, 20, 30), (before, after, after, after)),
+                id=run.id,
+                data=DataFacts(run.workload.data, 777, 55, "", "a batch is missing"),
+                code=Code({"torch": "2.0"}, "0123456789abcdef", True),
+                circumstances=Circumstances(
+                    Host("a host", "a CPU", 2, "Linux"), "", "2026-01-02T03:04:05+00:00", 1, 3600 / len(plan(spec)), 1
+                ),
+            )
         )
 
 
@@ -73,7 +62,7 @@ def test_our_numbers_stand_beside_the_papers(tmp_path):
     ]
     assert resnet[2:4] == ["51.0 ± 1.0", "72.8 ± 1.5"]
     assert vgg[2:6] == ["50.0", "68.8 ± 4.3", "50.0", "11.4 ± 0.0"]
-    # VS2P is at 1.7 from the first of three looks on, and the others end at 2
+    # VS2P is at 1.7 from the first of three evaluations on, and the others end at 2
     assert table(text, "Acceleration of VS2P")[2] == ["densenet121", "3.0", "4.2", "3.0", "1.6"]
     assert table(text, "Training loss")[2][:3] == ["densenet121", "4.00", "1.70 (lr 27, an end of its grid)"]
     differences = table(text, "What differs from the paper's settings")
@@ -100,11 +89,7 @@ def test_a_page_of_what_is_there(tmp_path):
 
 
 def test_the_printed_numbers_are_complete():
-    import tomllib
-
-    from forwardtune.reproduction.page import HOME
-
-    printed = tomllib.loads((HOME / "paper.toml").read_text())
+    printed = tomllib.loads(PRINTED.read_text())
     assert printed.keys() == {"mnist-200", "cifar10-200"}
     for networks in printed.values():
         assert networks.keys() == {"densenet121", "resnet18", "vgg11", "vit_b_16"}

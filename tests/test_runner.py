@@ -8,44 +8,47 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.helpers.comparisons import TEXT, finished, outcomes, parse
 
 import forwardtune as ft
 from forwardtune.errors import ExperimentError
-from forwardtune.experiments import store as stores
-from forwardtune.experiments.comparison import Machine, check_finished, compare
+from forwardtune.experiments.comparison import Machine, compare, unfinished
+from forwardtune.experiments.events import Evaluated, Noted, Progressed, Started
 from forwardtune.experiments.plan import plan
+from forwardtune.experiments.result import Base, RunResult
 from forwardtune.experiments.runner import batch_numbers, execute, rate
 from forwardtune.experiments.store import Store
-from forwardtune.tasks import Sources, prepare
+from forwardtune.files import translated, write_json
+from forwardtune.tasks import Sources, Tasks, prepare
+from tests.helpers.comparisons import TEXT, finished, make, outcomes, parse
 
 
 def test_a_run_is_the_plain_loop(tmp_path):
     """The result equals that of a loop as a user would write it."""
     run, store = plan(parse())[1], Store(tmp_path / "store")
-    result = execute(run, store, Sources())
     task = prepare(run.workload, Sources(), "cpu")
-    model = task.start(store.bases / f"{result['base']['id']}.safetensors")
+    result, tuned = execute(run, store, task)
+    model = task.start(store.base(result.base.id))
     optimizer = ft.VS2P(model.named_parameters(), lr=4.0, rho=1e-3, seed=0, distribution="normal")
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: (1 + math.cos(math.pi * (k / 30))) / 2)
     losses, steps = [], []
     for step in range(30):
         if step in (0, 8, 15, 22):
-            losses.append(task.evaluate(model)["train_loss"])
+            losses.append(task.evaluate(model).train_loss)
         x, y = task.batch(batch_numbers(1400, 8, 0, step))
         optimizer.step(lambda x=x, y=y: torch.nn.functional.cross_entropy(model(x), y))
         steps.append(optimizer.last_step)
         scheduler.step()
     final = task.evaluate(model)
-    assert result["curve"]["train_loss"] == [*losses, final["train_loss"]]
-    assert result["curve"]["queries"] == [0, 16, 30, 44, 60]
-    assert result["final"] == final
-    assert result["trace"]["gamma"] == [abs(step.gamma) for step in steps]
-    assert result["trace"]["sigma"] == [step.sigma for step in steps]
-    assert result["trace"]["alpha"] == [abs(step.t) for step in steps]
-    assert result["trace"]["loss"] == [step.loss for step in steps]
-    tuned = ft.replay(task.start(store.bases / f"{result['base']['id']}.safetensors"), store.runs / f"{run.id}.ledger")
-    assert all(torch.equal(a, b) for a, b in zip(tuned.parameters(), model.parameters(), strict=True))
+    assert result.curve.column("train_loss") == [*losses, final.train_loss]
+    assert result.curve.queries == (0, 16, 30, 44, 60)
+    assert result.final == final
+    assert result.trace.gamma == tuple(abs(step.gamma) for step in steps)
+    assert result.trace.sigma == tuple(step.sigma for step in steps)
+    assert result.trace.alpha == tuple(abs(step.t) for step in steps)
+    assert result.trace.loss == tuple(step.loss for step in steps)
+    replayed = ft.replay(task.start(store.base(result.base.id)), store.ledger(run.id))
+    for other in (tuned, replayed):
+        assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
 
 
 def test_batches_are_a_function_of_seed_and_step():
@@ -83,9 +86,9 @@ def test_a_finished_run_is_not_run_again(tmp_path):
 def test_a_diverged_run_is_given_up_with_the_reason(tmp_path):
     wild = TEXT.replace("[1, 4]", "[3e4]").replace("seeds = [0, 1]", "seeds = [0]")
     _, store = finished(tmp_path / "store", wild)
-    found = {result["run"]["method"]: result for result in outcomes(store.folder).values()}
-    assert (found["STP"]["status"], found["STP"]["reason"]) == ("finished", "")
-    gone = found["VS2P"]
+    by_method = {result["run"]["method"]: result for result in outcomes(store.folder).values()}
+    assert (by_method["STP"]["status"], by_method["STP"]["reason"]) == ("finished", "")
+    gone = by_method["VS2P"]
     assert gone["status"] == "diverged"
     assert gone["reason"].startswith("the training loss is ")
     assert gone["reason"].endswith("at 16 queries")
@@ -100,50 +103,52 @@ def test_losses_that_are_not_finite_end_a_run(tmp_path, monkeypatch):
     calls = iter(range(10**6))
     real = task.loss
     monkeypatch.setattr(task, "loss", lambda *a: real(*a) if next(calls) < 20 else torch.tensor(math.nan))
-    result = execute(run, store, Sources())
-    assert result["status"] == "diverged"
-    assert result["reason"].startswith("10 steps in a row met a loss that is not finite or would have gone too far")
-    assert result["reason"].endswith("at 30 queries")
-    assert len(result["trace"]["queries"]) == 20
-    assert result["trace"]["gamma"][10:] == [None] * 10
+    result = execute(run, store, task).result
+    assert result.status == "diverged"
+    assert result.reason.startswith("10 steps in a row met a loss that is not finite or would have gone too far")
+    assert result.reason.endswith("at 30 queries")
+    assert len(result.trace.queries) == 20
+    assert result.trace.gamma[10:] == (None,) * 10
 
 
 class StopError(Exception):
     pass
 
 
-@pytest.mark.parametrize("moment", [("start", 1), ("look", 1), ("look", 3), ("progress", 2), ("look", 5)])
-def test_a_run_that_was_stopped_goes_on(tmp_path, moment, monkeypatch):
+@pytest.mark.parametrize(
+    "moment", [(Started, 1), (Evaluated, 1), (Evaluated, 3), (Progressed, 2), (Progressed, 29), (Evaluated, 5)]
+)
+def test_a_run_that_was_stopped_resumes(tmp_path, moment, monkeypatch):
     monkeypatch.setattr("forwardtune.experiments.runner.PAUSE", 0.0)
     run = plan(parse())[0]
-    execute(run, Store(tmp_path / "whole"), Sources())
+    make(run, Store(tmp_path / "whole"))
     seen = []
 
     def stop(event):
-        seen.append(event["event"])
-        if seen.count(moment[0]) == moment[1] and event["event"] == moment[0]:
+        seen.append(type(event))
+        if seen.count(moment[0]) == moment[1] and type(event) is moment[0]:
             raise StopError
 
     store = Store(tmp_path / "stopped")
     with pytest.raises(StopError):
-        execute(run, store, Sources(), tell=stop)
+        make(run, store, stop)
     assert store.result(run.id) is None
-    result = execute(run, store, Sources())
-    assert result["circumstances"]["sessions"] == (1 if moment[1] == 1 else 2)  # before the first step nothing is lost
+    result = make(run, store)
+    assert result.circumstances.sessions == (1 if moment[1] == 1 else 2)  # before the first step nothing is lost
     assert outcomes(tmp_path / "stopped") == outcomes(tmp_path / "whole")
 
 
-def stopped(run, store, looks=3):
-    """A run that was stopped after some looks."""
+def stopped(run, store, evaluations=3):
+    """A run that was stopped after some evaluations."""
     seen = []
 
     def stop(event):
-        seen.append(event["event"] == "look")
-        if sum(seen) == looks:
+        seen.append(isinstance(event, Evaluated))
+        if sum(seen) == evaluations:
             raise StopError
 
     with pytest.raises(StopError):
-        execute(run, store, Sources(), tell=stop)
+        make(run, store, stop)
 
 
 @pytest.mark.parametrize("damage", ["step", "looks", "torn"])
@@ -159,11 +164,11 @@ def test_a_run_whose_files_were_damaged_starts_over_and_says_so(tmp_path, damage
     else:  # killed while writing a line: that is no damage
         file.write_bytes(content + b'{"step": 15, "que')
     notes = []
-    execute(run, store, Sources(), tell=lambda e: notes.append(e["text"]) if e["event"] == "note" else None)
+    make(run, store, lambda event: notes.append(event.text) if isinstance(event, Noted) else None)
     assert len(notes) == (damage != "torn")
     assert all("VS2P lr 1 seed 0 starts over" in note for note in notes)
     assert (store.runs / f"damaged.{file.name}").exists() == (damage != "torn")
-    execute(run, Store(tmp_path / "whole"), Sources())
+    make(run, Store(tmp_path / "whole"))
     assert outcomes(tmp_path / "store") == outcomes(tmp_path / "whole")
 
 
@@ -173,11 +178,13 @@ def test_a_ledger_that_cannot_be_resumed_is_left_alone(tmp_path):
     file = store.runs / f"{run.id}.ledger"
     content = file.read_bytes()
     file.write_bytes(b"something else")
-    with pytest.raises(ExperimentError, match=r"VS2P lr 1 seed 0 cannot go on: .* To make it anew, move .*ledger away"):
-        execute(run, store, Sources())
+    with pytest.raises(
+        ExperimentError, match=r"VS2P lr 1 seed 0 cannot be resumed: .* To make it anew, move .*ledger away"
+    ):
+        make(run, store)
     assert file.read_bytes() == b"something else"
     file.write_bytes(content)
-    execute(run, store, Sources())
+    make(run, store)
 
 
 class Tricky(torch.nn.Module):
@@ -202,17 +209,17 @@ def test_killed_in_the_middle_of_a_step(tmp_path, monkeypatch, query):
     """Dropout and BatchNorm go on as if the process had not been killed, also in the first step."""
     monkeypatch.setattr("forwardtune.tasks.images.networks.cnn", Tricky)
     run = plan(parse())[0]
-    execute(run, Store(tmp_path / "whole"), Sources())
+    make(run, Store(tmp_path / "whole"))
     store = Store(tmp_path / "killed")
     child = os.fork()
     if child == 0:  # pragma: no cover
         task = prepare(run.workload, Sources(), "cpu")
         calls, real = iter(range(1, 1000)), task.loss
         task.loss = lambda *a: os._exit(9) if next(calls) == query else real(*a)
-        execute(run, store, Sources())
+        execute(run, store, task)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    execute(run, store, Sources())
+    make(run, store)
     assert outcomes(tmp_path / "killed") == outcomes(tmp_path / "whole")
 
 
@@ -222,27 +229,23 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path, monkeypatch):
     images = Sources().images("digits")
     other = replace(images, train_y=images.train_y.flip(0))
     monkeypatch.setattr(Sources, "images", lambda self, name: other)
-    prepare.cache_clear()
-    try:
-        with pytest.raises(ExperimentError, match="was begun on other data or weights"):
-            execute(run, store, Sources())
-    finally:
-        prepare.cache_clear()
+    with pytest.raises(ExperimentError, match="was begun on other data or weights"):
+        make(run, store)
     assert store.result(run.id) is None
 
 
 def test_a_base_that_is_not_whole_is_made_again(tmp_path):
     run, store = plan(parse())[0], Store(tmp_path / "store")
-    first = execute(run, store, Sources())
+    first = make(run, store)
     (file,) = store.bases.iterdir()
     content = file.read_bytes()
     file.write_bytes(content[:1000])
     (store.runs / f"{run.id}.json").unlink()
     for left in store.runs.glob(f"{run.id}.*"):
         left.unlink()
-    again = execute(run, store, Sources())
+    again = make(run, store)
     assert file.read_bytes() == content
-    assert again["curve"] == first["curve"]
+    assert again.curve == first.curve
 
 
 def test_a_base_that_was_changed_is_refused(tmp_path):
@@ -253,7 +256,7 @@ def test_a_base_that_was_changed_is_refused(tmp_path):
     file.write_bytes(content)
     (store.runs / f"{plan(spec)[0].id}.json").unlink()
     with pytest.raises(ExperimentError, match=r"is not the file that the finished runs in .* started from"):
-        compare(spec, store, Sources(), Machine())
+        compare(spec, store, Tasks(Sources(), "cpu"), Machine())
 
 
 def test_a_checkpoint_that_was_replaced_is_another_base(tmp_path):
@@ -268,20 +271,19 @@ def test_a_checkpoint_that_was_replaced_is_another_base(tmp_path):
     for seed in (1, 2):
         torch.manual_seed(seed)
         save_file(networks.build("cnn", sources.images("digits")).state_dict(), tmp_path / "base.safetensors")
-        prepare.cache_clear()
         bases.append(prepare(parse(text).workloads[0], sources, "cpu").base_id)
         if seed == 1:
             for run in plan(parse(text)):
-                execute(run, store, sources)
+                make(run, store, sources=sources)
     assert bases[0] != bases[1]
     with pytest.raises(ExperimentError, match="made on other data or from other weights"):
-        compare(parse(text), store, sources, Machine())
+        compare(parse(text), store, Tasks(sources, "cpu"), Machine())
 
 
 def test_global_random_numbers_are_left_alone(tmp_path):
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    execute(plan(parse())[0], Store(tmp_path / "store"), Sources())
+    make(plan(parse())[0], Store(tmp_path / "store"))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -302,6 +304,16 @@ def test_a_store_of_another_version(tmp_path):
         store.result(file.stem)
 
 
+def test_a_result_is_read_as_it_was_written(tmp_path):
+    _, store = finished(tmp_path / "store", TEXT.replace("[0, 1]", "[0]").replace("[1, 4]", "[1, 3e4]"))
+    for file in store.runs.glob("*.json"):
+        written = json.loads(file.read_text())
+        result = store.result(file.stem)
+        assert {"schema": 1, **result.to_json()} == written
+        older = {name: value for name, value in written.items() if name not in ("metrics", "plateaus")}
+        assert RunResult.from_json(older) == replace(result, plateaus=0)  # images were always judged by accuracy
+
+
 def test_a_folder_that_is_something_else(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(ExperimentError, match="holds no results of a comparison; name the folder"):
@@ -316,7 +328,7 @@ def test_a_folder_that_is_something_else(tmp_path):
 def test_a_store_whose_making_was_interrupted(tmp_path):
     folder = tmp_path / "store"
     folder.mkdir()
-    (folder / ".store.json.new").write_text('{"sch')
+    (folder / ".store.json.123.new").write_text('{"sch')
     Store(folder)
     assert (folder / "runs").is_dir()
     (folder / "runs").rmdir()
@@ -328,25 +340,27 @@ def test_a_store_whose_making_was_interrupted(tmp_path):
 def test_two_comparisons_on_one_store(tmp_path):
     store = Store(tmp_path / "store")
     with store.lock(), pytest.raises(ExperimentError, match=r"another process is writing to .*--out"):
-        compare(parse(), Store(tmp_path / "store"), Sources(), Machine())
+        compare(parse(), Store(tmp_path / "store"), Tasks(Sources(), "cpu"), Machine())
 
 
 def test_other_data_of_the_same_name_is_refused(tmp_path):
     spec, store = finished(tmp_path / "store", TEXT.replace("[0, 1]", "[0]"))
     run = plan(spec)[0]
     result = store.result(run.id)
-    other = {"base": {"id": "0", "digest": "0"}, "data": {**result["data"], "train": 999}}
-    stores.write(store.runs / f"{run.id}.json", {**result, **other})
+    store.save(replace(result, base=Base("0", "0"), data=replace(result.data, train=999)))
     with pytest.raises(ExperimentError, match=r"made on other data .* \(there 999 training .*here 1,400"):
-        check_finished([run], store, Sources(), Machine())
+        unfinished([run], store, Tasks(Sources(), "cpu"))
 
 
 def test_writing_is_whole_or_not_at_all(tmp_path, monkeypatch):
     file = tmp_path / "a.json"
-    stores.write(file, {"a": 1})
+    write_json(file, {"a": 1})
     monkeypatch.setattr("os.fsync", lambda number: (_ for _ in ()).throw(OSError("the disk is full")))
-    with pytest.raises(ExperimentError, match=r"cannot be written .the disk is full"):
-        stores.write(file, {"a": 2})
+    with (
+        pytest.raises(ExperimentError, match=r"a.json cannot be written .the disk is full"),
+        translated(ExperimentError, f"{file} cannot be written"),
+    ):
+        write_json(file, {"a": 2})
     assert json.loads(file.read_text()) == {"a": 1}
     assert list(tmp_path.iterdir()) == [file]
 

@@ -4,25 +4,25 @@ import math
 from pathlib import Path
 
 import pytest
-from tests.helpers.comparisons import TEXT
 from scipy import stats
 
 from forwardtune.experiments import scoring, summary
 from forwardtune.experiments import spec as specs
 from forwardtune.experiments.intervals import Interval, bootstrap_mean, paired, resamples, student
+from forwardtune.experiments.result import Curve
 from forwardtune.experiments.scoring import MethodScore, RateScore, WorkloadScore
+from forwardtune.tasks import Scores
+from tests.helpers.comparisons import TEXT, made_up
 
 SPEC = specs.parse(TEXT, "test", Path())
 VS2P, STP = SPEC.methods
 
 
 def result(losses, accuracy=0.5, *, queries=None, diverged=False):
-    """A run that was looked at every ten queries."""
-    return {
-        "status": "diverged" if diverged else "finished",
-        "final": {"accuracy": accuracy},
-        "curve": {"queries": queries or [10 * i for i in range(len(losses))], "train_loss": losses},
-    }
+    """A run that was evaluated every ten queries."""
+    scores = tuple(Scores(loss, loss, {"accuracy": accuracy}) for loss in losses)
+    curve = Curve(tuple(queries or (10 * i for i in range(len(losses)))), scores)
+    return made_up(curve, status="diverged" if diverged else "finished")
 
 
 def flat(loss, accuracy=0.5, **more):
@@ -33,11 +33,11 @@ def method(rates, kind=VS2P):
     return MethodScore(kind, tuple(RateScore(lr, tuple(results)) for lr, results in rates.items()))
 
 
-def test_losses_are_smoothed_over_a_tenth_of_the_looks_and_never_with_the_start():
-    assert scoring.smoothed(result([6.0, 3.0, 0.0, 3.0])) == [6.0, 3.0, 0.0, 3.0]  # three looks: each for itself
-    curve = [100.0, *map(float, range(20))]  # twenty looks: two at a time
+def test_losses_are_smoothed_over_a_tenth_of_the_evaluations_and_never_with_the_start():
+    assert scoring.smoothed(result([6.0, 3.0, 0.0, 3.0])) == [6.0, 3.0, 0.0, 3.0]  # three evaluations: each for itself
+    curve = [100.0, *map(float, range(20))]  # twenty: two at a time
     assert scoring.smoothed(result(curve)) == [100.0, 0.0, *(i + 0.5 for i in range(19))]
-    assert scoring.smoothed(result([6.0, None])) == [6.0, math.inf]
+    assert scoring.smoothed(result([6.0, math.nan])) == [6.0, math.inf]
 
 
 def test_the_best_rate_has_the_lowest_mean_loss_over_seeds():
@@ -63,8 +63,8 @@ def test_if_every_rate_diverged_the_fewest_count_then_the_rest():
     gone = flat(1.0, 0.1, diverged=True)
     score = method({1.0: [gone, gone, flat(0.1)], 2.5: [gone, flat(4.0), flat(2.0)], 5.0: [flat(3.5), gone, flat(2.0)]})
     assert score.best.lr == 5.0
-    found = scoring.accuracy(score)
-    assert (found.diverged, found.mean) == (1, pytest.approx((0.5 + 0.1 + 0.5) / 3))  # counted, not left out
+    reached = scoring.accuracy(score)
+    assert (reached.diverged, reached.mean) == (1, pytest.approx((0.5 + 0.1 + 0.5) / 3))  # counted, not left out
 
 
 def test_a_rate_that_lacks_a_seed_is_not_chosen():
@@ -75,10 +75,10 @@ def test_a_rate_that_lacks_a_seed_is_not_chosen():
 
 
 def test_accuracy_is_mean_and_sample_deviation():
-    found = scoring.accuracy(method({1.0: [flat(1.0, a) for a in (0.70, 0.74, 0.78)]}))
-    assert found.mean == pytest.approx(0.74)
-    assert found.std == pytest.approx(0.04)
-    assert found.interval == pytest.approx((0.70, 0.78))  # of 27 resamples 2.5% is less than one
+    reached = scoring.accuracy(method({1.0: [flat(1.0, a) for a in (0.70, 0.74, 0.78)]}))
+    assert reached.mean == pytest.approx(0.74)
+    assert reached.std == pytest.approx(0.04)
+    assert reached.interval == pytest.approx((0.70, 0.78))  # of 27 resamples 2.5% is less than one
     assert scoring.accuracy(method({1.0: [flat(1.0, 0.7)]})).std is None
 
 
@@ -86,17 +86,17 @@ def test_acceleration_by_hand():
     """The other ends at 2 after 40 queries; ours is at or below 2 at 20 queries for the first time."""
     other = method({1.0: [result([9.0, 3.0, 2.5, 1.5, 2.0])]})
     ours = method({1.0: [result([9.0, 2.5, 2.0, 2.2, 0.0])]})
-    found = scoring.acceleration(ours, other)
-    assert (found.ratio, found.reason, found.interval) == (40 / 20, "", None)
+    gain = scoring.acceleration(ours, other)
+    assert (gain.ratio, gain.reason, gain.interval) == (40 / 20, "", None)
 
 
 def test_acceleration_is_of_the_mean_over_seeds():
     other = method({1.0: [result([9.0, 2.0, 2.0, 2.0]), result([9.0, 4.0, 4.0, 4.0])]})  # ends at a mean of 3
     ours = method({1.0: [result([5.0, 1.0, 1.0, 1.0]), result([9.0, 9.0, 7.0, 5.0])]})  # 7, 5, 4, 3
-    found = scoring.acceleration(ours, other)
-    assert found.ratio == 1.0
+    gain = scoring.acceleration(ours, other)
+    assert gain.ratio == 1.0
     # the first seed twice: 2 is reached at 10 of 30 queries; the second twice: 4 is never reached
-    assert found.interval == (0.0, 3.0)
+    assert gain.interval == (0.0, 3.0)
 
 
 def test_acceleration_where_one_of_them_fails():
@@ -107,14 +107,19 @@ def test_acceleration_where_one_of_them_fails():
     gone = method({1.0: [flat(2.0, diverged=True), flat(2.0)]})
     assert scoring.acceleration(gone, ends_at_two).ratio == 0.0
     over = scoring.acceleration(ends_at_two, gone)
-    assert (over.ratio, over.interval) == (math.inf, (1.0 * 3, math.inf))  # 2 is reached at the first of three looks
-    worse = method({1.0: [result([1.0, 20.0, 20.0, 20.0])] * 2})  # the other got nowhere: the first look is enough
+    assert (over.ratio, over.interval) == (
+        math.inf,
+        (1.0 * 3, math.inf),
+    )  # 2 is reached at the first of three
+    worse = method(
+        {1.0: [result([1.0, 20.0, 20.0, 20.0])] * 2}
+    )  # the other got nowhere: the first is enough
     assert scoring.acceleration(ends_at_two, worse).ratio == 3.0
     assert scoring.acceleration(method({1.0: [None]}), ends_at_two).reason == "runs are missing"
 
 
 def test_stp_is_compared_at_equal_queries():
-    """Its looks are at other queries than those of a two-point method, and the budget is counted in queries."""
+    """Its evaluations are at other queries than those of a two-point method, and the budget is counted in queries."""
     stp = method({1e-3: [result([9.0, 6.0, 6.0, 6.0], queries=[0, 21, 39, 60])]}, STP)
     vs2p = method({1.0: [result([9.0, 7.0, 3.0, 3.0], queries=[0, 20, 40, 60])]})
     assert scoring.acceleration(vs2p, stp).ratio == 60 / 40
@@ -123,11 +128,11 @@ def test_stp_is_compared_at_equal_queries():
 
 
 def test_paired_differences_and_students_interval():
-    found = paired([1.0, 2.0, 4.0], [0.5, 1.0, 2.5])
-    assert found.differences == (0.5, 1.0, 1.5)
+    pair = paired([1.0, 2.0, 4.0], [0.5, 1.0, 2.5])
+    assert pair.differences == (0.5, 1.0, 1.5)
     half = 4.302652729911275 * 0.5 / math.sqrt(3)
-    assert found.interval == pytest.approx((1 - half, 1 + half))
-    assert not found.is_clear
+    assert pair.interval == pytest.approx((1 - half, 1 + half))
+    assert not pair.is_clear
     assert paired([1.0, 2.0, 3.0], [0.0, 1.1, 1.9]).is_clear
     assert paired([1.0], [0.0]).interval is None
     assert not paired([1.0], [0.0]).is_clear

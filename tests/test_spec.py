@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from tests.helpers.comparisons import TEXT, parse
 
 from forwardtune import presets
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments import spec as specs
 from forwardtune.experiments.plan import plan
+from tests.helpers.comparisons import TEXT, parse
 
 
 def test_a_plan_is_every_workload_seed_method_and_rate():
@@ -124,7 +124,7 @@ def test_all_methods_can_be_compared():
         ("lr = [1e-3]", "", "the method 'STP' has no 'lr'"),
         ("STP", "VS2P", "two methods are called 'VS2P'; give each a label of its own"),
         ('network = "cnn"', 'network = "cnn"\nname = "a/b"', "name must be text without any of"),
-        ('network = "cnn"', 'network = "resnet18"\nbatch = 1', "resnet18 normalises over the batch"),
+        ('network = "cnn"', 'network = "resnet18"\nbatch = 1', "resnet18 normalizes over the batch"),
         ('"STP"', '"STP"\nlabel = "a|b"', "label must be text without any of"),
         ("[1e-3]", f"[1{'0' * 400}]", "lr must be a number"),
         ('weights = "random"', "weights = 'random'\npretrain = {data = 'digits'}", "pretrain has no 'steps'; give it"),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import json as json_lines
+import math
 import webbrowser
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -15,39 +14,37 @@ from rich.console import Console
 from rich.table import Table
 
 from forwardtune import presets as shipped
-from forwardtune.cli.progress import JsonLines, Listener, Live, Quiet, TensorBoard
+from forwardtune.cli.options import (
+    Board,
+    Data,
+    Device,
+    Download,
+    Json,
+    Out,
+    Preset,
+    Seed,
+    Silent,
+    SpecFile,
+    Threads,
+    console,
+    interruptible,
+    listener_for,
+)
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments import report as reports
 from forwardtune.experiments import spec as specs
-from forwardtune.experiments.comparison import Machine, check_finished
+from forwardtune.experiments.comparison import Machine, unfinished
 from forwardtune.experiments.comparison import compare as compare_all
 from forwardtune.experiments.plan import Run, plan
 from forwardtune.experiments.report.tables import tables
 from forwardtune.experiments.runner import execute
-from forwardtune.experiments.scoring import Scores, metric_of, score
+from forwardtune.experiments.scoring import Scores, score
 from forwardtune.experiments.spec import Spec
-from forwardtune.experiments.store import Store, write_text
+from forwardtune.experiments.store import Store
 from forwardtune.experiments.summary import number, sentence
+from forwardtune.files import translated, write_text
 from forwardtune.reproduction.page import page
-from forwardtune.tasks import Sources
-
-console = Console(highlight=False, soft_wrap=True)
-
-SpecFile = Annotated[Path | None, typer.Argument(metavar="[SPEC]", help="A comparison in TOML.", show_default=False)]
-Preset = Annotated[str | None, typer.Option(help="One that ships, see `forwardtune presets`.", show_default=False)]
-Out = Annotated[Path | None, typer.Option(help="Folder of the results.", show_default="results/NAME")]
-Data = Annotated[
-    Path | None,
-    typer.Option(envvar="FORWARDTUNE_DATA", help="Folder with MNIST, CIFAR-10, GLUE, weights.", show_default=False),
-]
-Download = Annotated[bool, typer.Option("--download", help="Let torchvision fetch missing data and weights.")]
-Device = Annotated[str | None, typer.Option(help="Where the runs are made.", show_default="a GPU if there is one")]
-Threads = Annotated[
-    int | None, typer.Option(min=1, max=1024, help="Threads of a run.", show_default="so that all cores work")
-]
-Silent = Annotated[bool, typer.Option("--quiet", "-q", help="Print the summary only.")]
-Json = Annotated[bool, typer.Option("--json", help="Print events as JSON, one a line.")]
-Board = Annotated[bool, typer.Option("--tensorboard", help="Also log to OUT/tensorboard.")]
+from forwardtune.tasks import Sources, Tasks
 
 
 def compare(
@@ -58,7 +55,7 @@ def compare(
     download: Download = False,
     device: Device = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Runs at a time.", show_default="one a core")
+        int | None, typer.Option(min=1, max=1024, help="Runs at a time.", show_default="one per core")
     ] = None,
     threads: Threads = None,
     quiet: Silent = False,
@@ -68,15 +65,16 @@ def compare(
 ) -> None:
     """Run every method, rate and seed of a comparison at equal queries, and report.
 
-    Stopped by Ctrl-C or otherwise, the same command goes on where it stopped.
+    Stopped by Ctrl-C or otherwise, the same command resumes where it left off.
     """
     chosen = _spec(spec, preset)
     if not no_report:
         reports.check_installed()
-    store, sources = Store(out or _default_folder(chosen, preset)), Sources(data, chosen.folder, download)
+    store, machine = Store(out or _default_folder(chosen, preset)), Machine.choose(device, workers, threads)
+    tasks = Tasks(Sources(data, chosen.folder, download), machine.device)
     listener = listener_for(quiet, json, store.folder / "tensorboard" if tensorboard else None)
     with interruptible(), listener:
-        compare_all(chosen, store, sources, Machine.choose(device, workers, threads), listener)
+        compare_all(chosen, store, tasks, machine, listener)
     scores = score(chosen, store)
     page = None if no_report else reports.write(scores, store.folder)
     _tell_outcome(scores, page, store, quiet=quiet, as_json=json)
@@ -87,7 +85,7 @@ def run(
     spec: SpecFile = None,
     preset: Preset = None,
     lr: Annotated[float | None, typer.Option(help="Any rate.", show_default="the first of its grid")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
+    seed: Seed = 0,
     workload: Annotated[str | None, typer.Option(help="By its name.", show_default="the first")] = None,
     out: Out = None,
     data: Data = None,
@@ -102,23 +100,23 @@ def run(
     chosen = _spec(spec, preset)
     picked = chosen.workload(workload) if workload else chosen.workloads[0]
     by = chosen.method(method)
-    if lr is not None and not 0 < lr < float("inf"):
+    if lr is not None and not 0 < lr < math.inf:
         raise ExperimentError(f"--lr must be above zero and finite, not {lr:g}")
     one = Run(picked, by, by.lr[0] if lr is None else lr, seed, chosen.decay)
-    store, sources = Store(out or _default_folder(chosen, preset)), Sources(data, chosen.folder, download)
-    machine = Machine.choose(device, threads=threads)
+    store, machine = Store(out or _default_folder(chosen, preset)), Machine.choose(device, threads=threads)
+    tasks = Tasks(Sources(data, chosen.folder, download), machine.device)
     torch.set_num_threads(machine.threads)
     listener = listener_for(quiet, json, store.folder / "tensorboard" if tensorboard else None)
     with interruptible(), store.lock(), listener:
-        check_finished([one], store, sources, machine)
-        result = execute(one, store, sources, device=machine.device, tell=listener)
+        unfinished([one], store, tasks)
+        result = execute(one, store, tasks[picked], listener).result
     if not json:
-        final = result["final"]
-        loss = "not finite" if final["train_loss"] is None else number(final["train_loss"])
-        reason = f" ({result['reason']})" if result["reason"] else ""
+        final = result.final
+        loss = number(final.train_loss) if math.isfinite(final.train_loss) else "not finite"
+        reason = f" ({result.reason})" if result.reason else ""
         console.print(
-            f"{result['title']}: {result['status']}{reason} after {result['queries']:,} queries, training loss {loss}, "
-            f"test {metric_of(result)} {final[metric_of(result)]:.1%}\nresult: {store.runs / one.id}.json",
+            f"{result.title}: {result.status}{reason} after {result.queries:,} queries, training loss {loss}, "
+            f"test {result.metric} {result.score:.1%}\nresult: {store.runs / one.id}.json",
             markup=False,
         )
 
@@ -158,7 +156,8 @@ def reproduction(
     if out is None:
         print(text)
     else:
-        write_text(out, text)
+        with translated(ExperimentError, f"{out} cannot be written"):
+            write_text(out, text)
         console.print(f"wrote {out}", markup=False)
 
 
@@ -174,42 +173,26 @@ def _default_folder(spec: Spec, preset: str | None) -> Path:
     return Path("results") / (preset or spec.name)
 
 
-def listener_for(quiet: bool, as_json: bool, board: Path | None) -> Listener:
-    if quiet and as_json:
-        raise ExperimentError("choose one of --quiet and --json")
-    listener = JsonLines() if as_json else Quiet() if quiet else Live()
-    return TensorBoard(board, listener) if board else listener
-
-
 def _tell_outcome(
     scores: Scores, page: Path | None, store: Store, *, quiet: bool = False, as_json: bool = False
 ) -> None:
     sentences = [sentence(workload) for workload in scores.workloads]
     if as_json:
-        print(json.dumps({"event": "outcome", "summary": sentences, "report": str(page) if page else None}))
+        print(json_lines.dumps({"event": "outcome", "summary": sentences, "report": str(page) if page else None}))
         return
     for text in sentences:
         console.print(text, markup=False)
     console.print(f"report: {page}" if page else f"results: {store.folder}", markup=False)
     if quiet:
         return
-    for found in tables(scores)[:3]:
-        table = Table(
-            *found.header, title=found.title, box=None, padding=(0, 2, 0, 0), header_style="dim", title_justify="left"
-        )
-        for row in found.rows:
+    every_table = tables(scores)
+    for content in (every_table[name] for name in ("accuracy", "loss", "acceleration") if name in every_table):
+        table = Table(*content.header, title=content.title, box=None, padding=(0, 2, 0, 0))
+        table.header_style, table.title_justify = "dim", "left"
+        for row in content.rows:
             table.add_row(*row)
         console.print()
         Console(highlight=False).print(table)
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        Console(stderr=True, highlight=False).print("stopped; the same command goes on where it stopped")
-        raise typer.Exit(130) from None
 
 
 def register(app: typer.Typer) -> None:

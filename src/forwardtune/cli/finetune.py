@@ -1,30 +1,31 @@
-"""`forwardtune finetune` and `predict`: a model of language tuned to texts, and asked."""
+"""`forwardtune finetune` and `predict`: a language model tuned to texts, and asked."""
 
 from __future__ import annotations
 
 import json as json_lines
 from pathlib import Path
-from typing import Annotated, Any
+from types import TracebackType
+from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 
 from forwardtune._compat import check_transformers
-from forwardtune.cli.experiments import Data, Device, Json, Silent, Threads, interruptible, listener_for
+from forwardtune.cli.options import Data, Device, Json, Seed, Silent, Threads, console, interruptible, listener_for
 from forwardtune.cli.progress import Listener
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments.comparison import Machine
+from forwardtune.experiments.events import Event, Started
 from forwardtune.experiments.plan import Run
 from forwardtune.experiments.report.tables import as_csv
-from forwardtune.experiments.runner import Event
-from forwardtune.experiments.spec import DECAYS, TEXTS, TRANSFORMER, Method, Workload
-from forwardtune.experiments.store import write_text
+from forwardtune.experiments.result import Json as JsonObject
+from forwardtune.experiments.result import RunResult, scores_to_json
+from forwardtune.experiments.spec import DECAYS, Method
+from forwardtune.files import translated, write_text
 from forwardtune.methods import METHODS
-from forwardtune.tasks import Sources
+from forwardtune.tasks import Sources, TextWorkload
+from forwardtune.tasks.texts.workload import FILES, GLUE, TRANSFORMER
 from forwardtune.toml_tables import one_of
-
-console = Console(highlight=False, soft_wrap=True)
 
 RATES = {"VS2P": (1.0, 15.0), "MeZO": (3e-5, 3e-3), "STP": (3e-4, 3e-3)}
 """Rates to begin with: for all weights, and for an adapter."""
@@ -46,22 +47,25 @@ def finetune(
     word: Annotated[
         list[str] | None, typer.Option(help="The answer of each class, in order.", show_default=False)
     ] = None,
-    setup: Annotated[str, typer.Option(help="prompt, similarity or head.", show_default="what the model can")] = "",
-    peft: Annotated[str, typer.Option(help="none, lora, prefix, prompt or ia3.")] = "none",
+    setup: Annotated[
+        str, typer.Option(help="prompt, similarity or head.", show_default="inferred from the model")
+    ] = "",
+    adapter: Annotated[str, typer.Option(help="none, lora, prefix, prompt or ia3.")] = "none",
+    peft: Annotated[str | None, typer.Option(hidden=True)] = None,
     method: Annotated[str, typer.Option(help="vs2p, mezo or stp.")] = "vs2p",
     lr: Annotated[float | None, typer.Option(help="Step size.", show_default="by method")] = None,
     rho: Annotated[
         float | None, typer.Option(help="How far from the weights the loss is probed.", show_default="0.001")
     ] = None,
-    directions: Annotated[int, typer.Option(help="Directions a step.")] = 1,
+    directions: Annotated[int, typer.Option(help="Directions per step.")] = 1,
     distribution: Annotated[str, typer.Option(help="rademacher, normal, uniform or sphere.")] = "rademacher",
     steps: Annotated[int, typer.Option(min=1, help="Length of the run.")] = 1000,
-    batch: Annotated[int, typer.Option(min=1, help="Examples a step.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="Examples per step.")] = 16,
     objective: Annotated[str, typer.Option(help="loss, accuracy or f1.")] = "loss",
     decay: Annotated[str, typer.Option(help="cosine, linear or none.")] = "cosine",
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
-    evaluations: Annotated[int, typer.Option(min=1, help="How often to look at the test set.")] = 10,
-    test_examples: Annotated[int, typer.Option(min=0, help="On how many of it; 0 is all.")] = 0,
+    seed: Seed = 0,
+    evaluations: Annotated[int, typer.Option(min=1, help="How often to evaluate on the test set.")] = 10,
+    test_examples: Annotated[int, typer.Option(min=0, help="On how many of its examples; 0 means all.")] = 0,
     max_length: Annotated[int, typer.Option(help="Tokens of an example at most.")] = 128,
     pad_token: Annotated[
         str, typer.Option(help="For a tokenizer that has none, with a head.", show_default=False)
@@ -75,25 +79,30 @@ def finetune(
     quiet: Silent = False,
     json: Json = False,
 ) -> None:
-    """Tune a model of language to a task or to your own texts, with forward passes only.
+    """Tune a language model to a task or to your own texts, with forward passes only.
 
-    Stopped by Ctrl-C or otherwise, the same command goes on where it stopped.
+    Stopped by Ctrl-C or otherwise, the same command resumes where it left off.
     """
     check_transformers()
-    from forwardtune.finetuning import tuned
+    from forwardtune.finetuning.tune import finetune as make
+    from forwardtune.finetuning.tuned import SETTINGS
+
+    if peft is not None:
+        typer.echo("--peft is called --adapter now, and will be removed in the next release", err=True)
+        adapter = peft
 
     if (task is None) == (train is None):
         raise ExperimentError("name either a task (--task sst2 --data DIR) or a table (--train FILE)")
     if task and (test or text_column or label_column):
         raise ExperimentError("--test, --text-column and --label-column are of a table of your own; leave them out")
-    if ledger and ledger.exists() and not (out / tuned.SETTINGS).exists():
-        raise ExperimentError(f"{ledger} is there already; choose another name for --ledger")
+    if ledger and ledger.exists() and not (out / SETTINGS).exists():
+        raise ExperimentError(f"{ledger} already exists; choose another name for --ledger")
     if task:
-        one_of("task", task, [name for name in TEXTS if name != "files"])
-    by = _method(method, peft, lr, {"rho": rho, "directions": directions, "distribution": distribution})
-    workload = Workload(
+        one_of("task", task, GLUE)
+    by = _method(method, adapter, lr, {"rho": rho, "directions": directions, "distribution": distribution})
+    workload = TextWorkload(
         name=task or (train or Path()).stem,
-        data=task or "files",
+        data=task or FILES,
         network=TRANSFORMER,
         weights=model,
         batch=batch,
@@ -103,7 +112,7 @@ def finetune(
         train_examples=200,
         test_examples=test_examples,
         setup=setup,
-        adapter=peft,
+        adapter=adapter,
         objective=objective,
         template=template,
         words=tuple(word or ()),
@@ -118,9 +127,9 @@ def finetune(
     one_of("decay", decay, DECAYS)
     machine = Machine.choose(device, workers=1, threads=threads)
     torch.set_num_threads(machine.threads)
-    listener = _Tells(listener_for(quiet, json, None), quiet or json)
+    listener = _Announcing(listener_for(quiet, json), quiet or json)
     with interruptible(), listener:
-        result = tuned.finetune(
+        result = make(
             Run(workload, by, by.lr[0], seed, decay),
             out,
             Sources(data, Path(), download),
@@ -131,19 +140,24 @@ def finetune(
         ledger.parent.mkdir(parents=True, exist_ok=True)
         ledger.write_bytes((out / "run.ledger").read_bytes())
     if json:
-        print(json_lines.dumps({"event": "saved", "model": str(out), "final": result["final"]}))
+        final = scores_to_json(result.final)
+        print(json_lines.dumps({"event": "saved", "model": str(out), "final": final}))
         return
-    changes = ", ".join(
-        f"{name} {100 * result['curve'][name][0]:.1f} to {100 * result['final'][name]:.1f}"
-        for name in result["metrics"]
-    )
-    majority = result["data"].get("majority")
-    console.print(f"test {changes}" + (f" (commonest class {100 * majority:.1f})" if majority else ""), markup=False)
-    if 2 * result["plateaus"] > steps:
-        console.print(
-            f"{result['plateaus']} of {steps} steps saw no difference at all: raise --rho or --batch", style="yellow"
-        )
+    _tell_outcome(result, steps)
     console.print(f"saved: {out}\nask it: forwardtune predict --model {out} --text '...'", markup=False)
+
+
+def _tell_outcome(result: RunResult, steps: int) -> None:
+    changes = ", ".join(
+        f"{name} {100 * result.curve.column(name)[0]:.1f} to {100 * result.final.metrics[name]:.1f}"
+        for name in result.metrics
+    )
+    majority = f" (majority class {100 * result.data.majority:.1f})" if result.data.majority else ""
+    console.print(f"test {changes}{majority}", markup=False)
+    if 2 * result.plateaus > steps:
+        console.print(
+            f"{result.plateaus} of {steps} steps saw no difference at all: raise --rho or --batch", style="yellow"
+        )
 
 
 def predict(
@@ -166,26 +180,28 @@ def predict(
     from forwardtune.finetuning.tuned import Tuned
     from forwardtune.tasks.texts.data import rows, texts_of
 
-    found = rows(input) if input else []
-    asked = Tuned(model, Machine.choose(device, workers=1).device)
+    examples = rows(input) if input else []
+    tuned = Tuned(model, Machine.choose(device, workers=1).device)
+    columns = tuned.settings.columns
     if text:
-        if len(text) != len(asked.columns):
-            wanted = ", ".join(asked.columns)
+        if len(text) != len(columns):
+            wanted = ", ".join(columns)
             raise ExperimentError(f"an example of this model is {wanted}: give --text for each, not {len(text)} times")
-        found = [("the command", dict(zip(asked.columns, text, strict=True)))]
-    answers: list[dict[str, Any]] = []
-    for (_, row), answer in zip(found, asked.answers(texts_of(found, asked.columns)), strict=True):
+        examples = [("the command", dict(zip(columns, text, strict=True)))]
+    answers: list[JsonObject] = []
+    for (_, row), answer in zip(examples, tuned.answers(texts_of(examples, columns)), strict=True):
         sure = {} if answer.probability is None else {"probability": round(answer.probability, 4)}
         answers.append({**row, "prediction": answer.prediction, **sure})
     content = as_csv(answers) if out and out.suffix == ".csv" else _jsonl(answers)
     if out:
-        write_text(out, content)
+        with translated(ExperimentError, f"{out} cannot be written"):
+            write_text(out, content)
         console.print(f"wrote {len(answers):,} predictions to {out}", markup=False)
     else:
         print(content, end="")
 
 
-def _method(name: str, adapter: str, lr: float | None, settings: dict[str, Any]) -> Method:
+def _method(name: str, adapter: str, lr: float | None, settings: JsonObject) -> Method:
     known = {kind.lower(): kind for kind in METHODS if kind in RATES}
     one_of("method", name.lower(), known)
     kind = known[name.lower()]
@@ -196,26 +212,29 @@ def _method(name: str, adapter: str, lr: float | None, settings: dict[str, Any])
     return Method(kind, kind, (rate,), settings)
 
 
-class _Tells(Listener):
+class _Announcing(Listener):
     """Says what will be tuned before the run begins, then passes events on."""
 
     def __init__(self, then: Listener, silent: bool) -> None:
         self.then, self.silent = then, silent
 
     def __enter__(self) -> Listener:
-        return self.then.__enter__()
+        self.then.__enter__()
+        return self
 
-    def __exit__(self, *error: Any) -> None:
-        self.then.__exit__(*error)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.then.__exit__(kind, error, trace)
 
     def __call__(self, event: Event) -> None:
-        if event["event"] == "start" and not self.silent:
-            console.print(event["about"], markup=False)
+        if isinstance(event, Started) and not self.silent:
+            console.print(event.about, markup=False)
         self.then(event)
 
 
-def _jsonl(found: list[dict[str, Any]]) -> str:
-    return "".join(json_lines.dumps(row, ensure_ascii=False) + "\n" for row in found)
+def _jsonl(answers: list[JsonObject]) -> str:
+    return "".join(json_lines.dumps(row, ensure_ascii=False) + "\n" for row in answers)
 
 
 def register(app: typer.Typer) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from pathlib import Path
 from types import TracebackType
@@ -22,8 +21,17 @@ from rich.progress import (
 )
 
 from forwardtune.errors import ExperimentError
-from forwardtune.experiments.runner import Event
-from forwardtune.experiments.scoring import metric_of
+from forwardtune.experiments.events import (
+    Evaluated,
+    Event,
+    Finished,
+    MakingBase,
+    Noted,
+    Planned,
+    Progressed,
+    Started,
+)
+from forwardtune.experiments.result import scores_to_json
 
 
 class Listener:
@@ -48,19 +56,15 @@ class Quiet(Listener):
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
 
     def __call__(self, event: Event) -> None:
-        if event["event"] == "note":
-            self.console.print(f"note: {event['text']}", style="yellow", markup=False)
+        if isinstance(event, Noted):
+            self.console.print(f"note: {event.text}", style="yellow", markup=False)
 
 
 class JsonLines(Listener):
-    """One JSON object a line, on standard output; a result comes without its curves, which are in the store."""
+    """One JSON object per line, on standard output."""
 
     def __call__(self, event: Event) -> None:
-        if event["event"] == "done":
-            slim = {key: value for key, value in event["result"].items() if key not in ("curve", "trace")}
-            event = {**event, "result": slim}
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in event.items()}
-        print(json.dumps(finite, allow_nan=False), flush=True)
+        print(json.dumps(event.to_json(), allow_nan=False), flush=True)
 
 
 class Live(Quiet):
@@ -93,34 +97,35 @@ class Live(Quiet):
 
     def __call__(self, event: Event) -> None:
         super().__call__(event)
-        getattr(self, f"_{event['event']}", lambda event: None)(event)
+        match event:
+            case Planned():
+                self._plan(event)
+            case MakingBase() if self.total is not None:
+                self.bars.update(self.total, text=f"making the base weights of {event.workload}")
+            case Started():
+                self._start(event)
+            case Progressed():
+                self._advance(event.run, event.queries)
+                self.bars.update(self.tasks[event.run], text=f"loss {event.loss:.3g}")
+            case Finished():
+                self._finish(event)
 
-    def _plan(self, event: Event) -> None:
-        left = event["runs"] - event["finished"]
-        done = f", {event['finished']} of them made before" if event["finished"] else ""
-        self.console.print(f"{event['spec']}: {event['runs']} runs{done}", markup=False)
+    def _plan(self, event: Planned) -> None:
+        left = event.runs - event.finished
+        done = f", {event.finished} of them made before" if event.finished else ""
+        self.console.print(f"{event.spec}: {event.runs} runs{done}", markup=False)
         if left:
             self.bars.start()
             self.left = left
-            self.total = self.bars.add_task(f"0 of {left} runs", total=event["queries"], text="")
+            self.total = self.bars.add_task(f"0 of {left} runs", total=event.queries, text="")
 
-    def _base(self, event: Event) -> None:
-        if self.total is not None:
-            self.bars.update(self.total, text=f"making the base weights of {event['workload']}")
-
-    def _start(self, event: Event) -> None:
+    def _start(self, event: Started) -> None:
         self.bars.start()
         self.begun = self.begun or time.perf_counter()
-        self.seen[event["run"]] = event["queries"]
-        if event["queries"] and self.total is not None:
-            self.bars.advance(self.total, event["queries"])
-        self.tasks[event["run"]] = self.bars.add_task(
-            event["title"], total=event["total"], completed=event["queries"], text=""
-        )
-
-    def _progress(self, event: Event) -> None:
-        self._advance(event["run"], event["queries"])
-        self.bars.update(self.tasks[event["run"]], text=f"loss {event['loss']:.3g}")
+        self.seen[event.run] = event.queries
+        if event.queries and self.total is not None:
+            self.bars.advance(self.total, event.queries)
+        self.tasks[event.run] = self.bars.add_task(event.title, total=event.total, completed=event.queries, text="")
 
     def _advance(self, run: str, queries: int) -> None:
         gained, self.seen[run] = queries - self.seen[run], queries
@@ -130,31 +135,28 @@ class Live(Quiet):
             speed = self.queries / (time.perf_counter() - (self.begun or 0.0))
             self.bars.update(self.total, advance=gained, text=f"{speed:,.0f} queries/s")
 
-    def _done(self, event: Event) -> None:
-        if event["run"] in self.tasks:
-            task = self.tasks[event["run"]]
-            self._advance(event["run"], event["result"]["queries"])
+    def _finish(self, event: Finished) -> None:
+        result = event.result
+        if event.run in self.tasks:
+            task = self.tasks[event.run]
+            self._advance(event.run, result.queries)
             left = self._task(task).total or 0
             if self.total is not None:  # with the queries that a run which was given up did not use
                 self.made += 1
                 runs = f"{self.made} of {self.left} runs"
-                self.bars.update(self.total, advance=left - event["result"]["queries"], description=runs)
+                self.bars.update(self.total, advance=left - result.queries, description=runs)
             self.bars.remove_task(task)
-        result = event["result"]
-        if result["reason"]:
-            text, style = f"diverged: {result['reason']}", "yellow"
-        else:
-            final = result["final"]
-            metric = metric_of(result)
-            text, style = f"training loss {final['train_loss']:.3g}, test {metric} {final[metric]:.1%}", ""
-        self.console.print(f"{result['title']}: {text}", markup=False, style=style)
+        text = f"training loss {result.final.train_loss:.3g}, test {result.metric} {result.score:.1%}"
+        if result.diverged:
+            text = f"diverged: {result.reason}"
+        self.console.print(f"{result.title}: {text}", markup=False, style="yellow" if result.diverged else "")
 
     def _task(self, number: TaskID) -> Task:
         return next(task for task in self.bars.tasks if task.id == number)
 
 
 class TensorBoard(Listener):
-    """Writes every look to TensorBoard's files, and passes all events on."""
+    """Writes every evaluation to TensorBoard's files, and passes all events on."""
 
     def __init__(self, folder: Path, then: Listener) -> None:
         try:
@@ -177,12 +179,13 @@ class TensorBoard(Listener):
 
     def __call__(self, event: Event) -> None:
         self.then(event)
-        if event["event"] == "start":
-            name = event["title"].replace(" ", "_").replace("\N{PRIME}", "")
-            self.writers[event["run"]] = self.make(str(self.folder / f"{name}_{event['run'][:6]}"))
-        elif event["event"] == "look":
-            for tag in event.keys() - {"event", "run", "step", "queries", "seconds"}:
-                if event[tag] is not None:
-                    self.writers[event["run"]].add_scalar(tag, event[tag], event["queries"])
-        elif event["event"] == "done" and event["run"] in self.writers:
-            self.writers.pop(event["run"]).close()
+        match event:
+            case Started():
+                name = event.title.replace(" ", "_").replace("\N{PRIME}", "")
+                self.writers[event.run] = self.make(str(self.folder / f"{name}_{event.run[:6]}"))
+            case Evaluated():
+                for tag, value in scores_to_json(event.evaluation.scores).items():
+                    if value is not None:
+                        self.writers[event.run].add_scalar(tag, value, event.evaluation.queries)
+            case Finished() if event.run in self.writers:
+                self.writers.pop(event.run).close()

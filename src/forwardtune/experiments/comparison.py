@@ -16,17 +16,20 @@ from multiprocessing import connection, get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
 from forwardtune.errors import ExperimentError, ForwardTuneError
+from forwardtune.experiments.events import Event, Failed, Finished, MakingBase, Noted, Planned, Tell, ignore
 from forwardtune.experiments.plan import Run, plan
-from forwardtune.experiments.runner import Event, Tell, base_of, execute
+from forwardtune.experiments.runner import execute, make_base
 from forwardtune.experiments.scoring import chosen_rates
 from forwardtune.experiments.spec import Spec, steps
-from forwardtune.experiments.store import Store, write_text
-from forwardtune.tasks import Sources, digest, prepare
+from forwardtune.experiments.store import Store
+from forwardtune.files import translated, write_text
+from forwardtune.tasks import Sources, Task, Tasks
+from forwardtune.tasks.identity import file_digest
 
 
 @dataclass(frozen=True)
@@ -51,59 +54,55 @@ class Machine:
         return Machine(device, workers, threads or max(1, cores // workers))
 
 
-def compare(spec: Spec, store: Store, sources: Sources, machine: Machine, tell: Tell = lambda event: None) -> None:
-    """Makes the runs that are not in the store yet.
-
-    `tell` hears of everything: ``plan``, ``base``, ``start``, ``progress``, ``look``, ``note`` and ``done``.
-    """
+def compare(spec: Spec, store: Store, tasks: Tasks, machine: Machine, tell: Tell = ignore) -> None:
+    """Makes the runs that are not in the store yet, and tells of everything."""
     with store.lock():
         chosen: dict[str, float] = {}
         while True:
-            _compare(spec, plan(spec, chosen), store, sources, machine, tell)
+            _compare(spec, plan(spec, chosen), store, tasks, machine, tell)
             if chosen == (chosen := chosen_rates(spec, store)):
                 return
 
 
-def _compare(spec: Spec, runs: Sequence[Run], store: Store, sources: Sources, machine: Machine, tell: Tell) -> None:
-    queries = {run.id: _queries(run, sources, machine) for run in runs}
-    left = check_finished(runs, store, sources, machine)
+def _compare(spec: Spec, runs: Sequence[Run], store: Store, tasks: Tasks, machine: Machine, tell: Tell) -> None:
+    queries = {run.id: _queries(run, tasks[run.workload]) for run in runs}
+    left = unfinished(runs, store, tasks)
     workloads = list(dict.fromkeys(run.workload for run in left))
     for workload in workloads:  # what is missing is noticed before anything is done
-        prepare(workload, sources, machine.device).check()
-    for note in dict.fromkeys(prepare(w, sources, machine.device).note for w in spec.workloads):
+        tasks[workload].check()
+    for note in dict.fromkeys(tasks[workload].note for workload in spec.workloads):
         if note:
-            tell({"event": "note", "text": note})
-    write_text(store.spec_file, spec.text)
-    counts = {"runs": len(runs), "finished": len(runs) - len(left)}
-    tell({"event": "plan", "spec": spec.name, **counts, "queries": sum(queries[run.id] for run in left)})
+            tell(Noted(note))
+    with translated(ExperimentError, f"{store.spec_file} cannot be written"):
+        write_text(store.spec_file, spec.text)
+    tell(Planned(spec.name, len(runs), len(runs) - len(left), sum(queries[run.id] for run in left)))
     threads = torch.get_num_threads()
     torch.set_num_threads(machine.workers * machine.threads)
     for workload in workloads:
-        tell({"event": "base", "workload": workload.name, "weights": workload.weights})
-        _check_base(base_of(prepare(workload, sources, machine.device), store), runs, store)
+        tell(MakingBase(workload.name, workload.weights))
+        make_base(tasks[workload], store)
+        _check_base(store.base(tasks[workload].base_id), runs, store)
     torch.set_num_threads(threads)
     if left:
-        _WorkerPool(store, sources, machine, tell).work(left)
+        _WorkerPool(store, tasks, machine, tell).work(left)
 
 
-def _queries(run: Run, sources: Sources, machine: Machine) -> int:
-    """Forward passes that a run will use."""
-    task = prepare(run.workload, sources, machine.device)
+def _queries(run: Run, task: Task) -> int:
+    """What a run will use of its budget."""
     return steps(run.workload, run.method, task.queries) * run.method.queries_per_step
 
 
-def check_finished(runs: Sequence[Run], store: Store, sources: Sources, machine: Machine) -> list[Run]:
+def unfinished(runs: Sequence[Run], store: Store, tasks: Tasks) -> list[Run]:
     """The runs that are left; those that are done must have been made on the same data and from the same weights."""
     left = []
     for run in runs:
         result = store.result(run.id)
         if result is None:
             left.append(run)
-            continue
-        task = prepare(run.workload, sources, machine.device)
-        if result["base"]["id"] != task.base_id:
+        elif result.base.id != tasks[run.workload].base_id:
             there, here = (
-                "{train:,} training and {test:,} test examples".format(**d) for d in (result["data"], task.data)
+                f"{data.train:,} training and {data.test:,} test examples"
+                for data in (result.data, tasks[run.workload].data)
             )
             raise ExperimentError(
                 f"runs of {run.workload.name} in {store.folder} were made on other data or from other weights (there "
@@ -114,8 +113,8 @@ def check_finished(runs: Sequence[Run], store: Store, sources: Sources, machine:
 
 def _check_base(file: Path, runs: Sequence[Run], store: Store) -> None:
     """Refuses base weights that are not those which finished runs started from."""
-    bases = {result["base"]["id"]: result["base"]["digest"] for run in runs if (result := store.result(run.id))}
-    if bases.get(file.stem, digest(file)) != digest(file):
+    bases = {result.base.id: result.base.digest for run in runs if (result := store.result(run.id))}
+    if bases.get(file.stem, file_digest(file)) != file_digest(file):
         raise ExperimentError(
             f"{file} is not the file that the finished runs in {store.folder} started from; put that one back, or "
             "choose another folder with --out"
@@ -125,9 +124,9 @@ def _check_base(file: Path, runs: Sequence[Run], store: Store) -> None:
 class _WorkerPool:
     """Worker processes and the pipes to them."""
 
-    def __init__(self, store: Store, sources: Sources, machine: Machine, tell: Tell) -> None:
+    def __init__(self, store: Store, tasks: Tasks, machine: Machine, tell: Tell) -> None:
         self.context = get_context("spawn")
-        self.settings = store.folder, sources, machine
+        self.settings = store.folder, tasks.sources, machine
         self.machine, self.tell = machine, tell
         self.workers: dict[Connection, BaseProcess] = {}
 
@@ -170,18 +169,18 @@ class _WorkerPool:
             event: Event = pipe.recv()
         except (EOFError, OSError):
             self._worker_died(pipe)
-        if event["event"] == "failed":
-            raise ExperimentError(event["text"])
+        if isinstance(event, Failed):
+            raise ExperimentError(event.text)
         self.tell(event)
-        if event["event"] == "done":
+        if isinstance(event, Finished):
             self._send(pipe, waiting)
 
     def _worker_died(self, pipe: Connection) -> NoReturn:
         worker = self.workers.pop(pipe)
         worker.join(5)
         raise ExperimentError(
-            f"a worker process died (exit code {worker.exitcode}; -9 is often a lack of memory); the same command goes "
-            "on where it stopped, with less memory if --workers 1 is added"
+            f"a worker process died (exit code {worker.exitcode}; -9 is often a lack of memory); the same command "
+            "resumes where it left off, and needs less memory with --workers 1"
         ) from None
 
 
@@ -197,20 +196,20 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _serve(pipe: Connection, folder: Any, sources: Sources, machine: Machine) -> None:
+def _serve(pipe: Connection, folder: Path, sources: Sources, machine: Machine) -> None:
     """A worker: makes the runs that it is sent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(machine.threads)
-    store = Store(folder)
+    store, tasks = Store(folder), Tasks(sources, machine.device)
     while True:
         run: Run = pipe.recv()
         try:
-            execute(run, store, sources, device=machine.device, tell=pipe.send)
+            execute(run, store, tasks[run.workload], pipe.send)
         except ForwardTuneError as error:
-            pipe.send({"event": "failed", "text": f"{run.title}: {error}"})
+            pipe.send(Failed(f"{run.title}: {error}"))
         except Exception:
-            pipe.send({"event": "failed", "text": f"{run.title} failed unexpectedly:\n{traceback.format_exc()}"})
+            pipe.send(Failed(f"{run.title} failed unexpectedly:\n{traceback.format_exc()}"))
 
 
 def _end_with_parent() -> None:

@@ -1,27 +1,23 @@
-"""Evaluations of a run under way, one JSON line each, so that a run that was killed need not repeat them."""
+"""The evaluations of a run under way, one JSON line each, so that a run that was killed need not repeat them."""
 
 from __future__ import annotations
 
 import json
-import math
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from forwardtune.errors import ExperimentError
-from forwardtune.experiments.store import write_text
-from forwardtune.tasks import Evaluation
-
-Look = dict[str, Any]
+from forwardtune.experiments.result import Curve, Evaluation, Json
+from forwardtune.files import translated, write_text
 
 
 class EvaluationLog:
-    """By step: queries and seconds so far, and how well the network does; a value that is not finite is None."""
+    """The evaluations by step, in a file that also lists the sessions: the processes that took up the run."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.at: dict[int, Look] = {}
-        self.sessions: list[Look] = []
+        self.at: dict[int, Evaluation] = {}
+        self._sessions: list[Json] = []
 
     def begin(self, step: int, base: str) -> None:
         """A process takes up the run at a step, from the base that it began with."""
@@ -29,33 +25,51 @@ class EvaluationLog:
             try:
                 entry = json.loads(line)
                 if "session" in entry:
-                    self.sessions.append(entry)
-                elif entry["step"] <= step:
-                    self.at[entry["step"]] = entry
+                    self._sessions.append(entry)
+                elif (evaluation := Evaluation.from_json(entry)).step <= step:
+                    self.at[evaluation.step] = evaluation
             except (ValueError, TypeError, KeyError):  # the last line, which was being written
                 break
-        if self.sessions and self.sessions[0]["base"] != base:
+        if self._sessions and self._sessions[0]["base"] != base:
             raise ExperimentError(
-                f"the run of {self.file} was begun on other data or weights; go on with those, or choose another folder"
+                f"the run of {self.file} was begun on other data or weights; resume it with those, or choose another "
+                "folder"
             )
-        self.sessions.append({"session": datetime.now(UTC).isoformat(timespec="seconds"), "base": base})
-        write_text(self.file, "".join(json.dumps(entry) + "\n" for entry in [*self.sessions, *self.at.values()]))
+        self._sessions.append({"session": datetime.now(UTC).isoformat(timespec="seconds"), "base": base})
+        entries = [*self._sessions, *(evaluation.to_json() for evaluation in self.at.values())]
+        with translated(ExperimentError, f"{self.file} cannot be written"):
+            write_text(self.file, "".join(json.dumps(entry) + "\n" for entry in entries))
+
+    def add(self, evaluation: Evaluation) -> None:
+        with (
+            translated(ExperimentError, f"{self.file} cannot be written; make room, then run the same command again"),
+            open(self.file, "a", encoding="utf-8") as file,
+        ):
+            file.write(json.dumps(evaluation.to_json()) + "\n")
+        self.at[evaluation.step] = evaluation
+
+    @property
+    def first(self) -> Evaluation:
+        return next(iter(self.at.values()))
+
+    @property
+    def last(self) -> Evaluation:
+        return list(self.at.values())[-1]
 
     @property
     def seconds(self) -> float:
-        """How long the run has taken up to the last look."""
-        return float(list(self.at.values())[-1]["seconds"]) if self.at else 0.0
+        """How long the run has taken up to its last evaluation."""
+        return self.last.seconds if self.at else 0.0
 
-    def add(self, step: int, queries: int, seconds: float, evaluation: Evaluation) -> Look:
-        found = {name: value if math.isfinite(value) else None for name, value in evaluation.items()}
-        look: Look = {"step": step, "queries": queries, "seconds": seconds, **found}
-        try:
-            with open(self.file, "a", encoding="utf-8") as file:
-                file.write(json.dumps(look) + "\n")
-        except OSError as error:
-            raise ExperimentError(f"{self.file} cannot be written ({error}); make room and go on") from None
-        self.at[step] = look
-        return look
+    @property
+    def curve(self) -> Curve:
+        evaluations = self.at.values()
+        return Curve(tuple(e.queries for e in evaluations), tuple(e.scores for e in evaluations))
 
-    def column(self, name: str) -> list[Any]:
-        return [look[name] for look in self.at.values()]
+    @property
+    def sessions(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def started(self) -> str:
+        return str(self._sessions[0]["session"])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
 
+from forwardtune.experiments.result import Description
 from forwardtune.experiments.spec import Method, Spec
 from forwardtune.noise import NOISE_VERSION
 from forwardtune.tasks import Workload
@@ -24,22 +24,21 @@ class Run:
     decay: str
 
     @property
-    def description(self) -> dict[str, Any]:
-        """All that decides the outcome, and nothing else: no names, no other runs."""
-        return {
-            "workload": brief(self.workload, without=("name", "seeds")),
-            "method": self.method.method,
-            "settings": dict(self.method.settings),
-            "lr": self.lr,
-            "seed": self.seed,
-            "decay": self.decay,
-            "noise": NOISE_VERSION,
-            "rules": RULES,
-        }
+    def description(self) -> Description:
+        return Description(
+            workload=brief(self.workload, without=("name", "seeds")),
+            method=self.method.method,
+            settings=dict(self.method.settings),
+            lr=self.lr,
+            seed=self.seed,
+            decay=self.decay,
+            noise=NOISE_VERSION,
+            rules=RULES,
+        )
 
     @cached_property
     def id(self) -> str:
-        return fingerprint(self.description)
+        return fingerprint(asdict(self.description))
 
     @property
     def title(self) -> str:

@@ -10,26 +10,23 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
+
+from forwardtune.experiments.result import Code, Host
 
 PACKAGES = ("forwardtune", "torch", "numpy", "numba", "torchvision")
 
 
 @cache
-def code() -> dict[str, Any]:
-    """Versions, and the commit of the checkout if this is one, with whether its files have changed since."""
+def code() -> Code:
+    """What runs now."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
     changes = _git("status", "--porcelain", "--", str(Path(__file__).parents[1]))
-    return {
-        "versions": versions,
-        "commit": _git("rev-parse", "HEAD"),
-        "dirty": None if changes is None else bool(changes),
-    }
+    return Code(versions, _git("rev-parse", "HEAD"), None if changes is None else bool(changes))
 
 
 def _git(*command: str) -> str | None:
@@ -44,8 +41,8 @@ def _git(*command: str) -> str | None:
 
 
 @cache
-def host() -> dict[str, Any]:
-    return {"name": platform.node(), "cpu": _cpu(), "cores": os.cpu_count(), "system": platform.platform()}
+def host() -> Host:
+    return Host(platform.node(), _cpu(), os.cpu_count(), platform.platform())
 
 
 def _cpu() -> str:
@@ -56,8 +53,8 @@ def _cpu() -> str:
     return platform.processor() or platform.machine()
 
 
-def forget_peak(device: torch.device) -> None:
-    """Lets the peak of memory begin anew, where the system can."""
+def reset_peak_memory(device: torch.device) -> None:
+    """Starts the peak over, where the system can."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with suppress(OSError):

@@ -1,19 +1,16 @@
 """One run: from base weights to a result in the store, or as far as it gets before it is stopped.
 
 Everything it does is a function of its description and the step's number (the batch, the rate, the directions), and the
-ledger has the rest, so a run that was killed goes on as if it had not been.
+ledger has the rest, so a run that was killed resumes as if it had not been.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,45 +20,48 @@ from forwardtune import ledger as ledgers
 from forwardtune.errors import ExperimentError, LedgerError, NonFiniteLossError
 from forwardtune.experiments import provenance
 from forwardtune.experiments.evaluations import EvaluationLog
+from forwardtune.experiments.events import Evaluated, Finished, Noted, Progressed, Started, Tell, ignore
 from forwardtune.experiments.plan import Run
+from forwardtune.experiments.result import Base, Circumstances, Evaluation, RunResult, Tracer
 from forwardtune.experiments.spec import steps
 from forwardtune.experiments.store import Store
 from forwardtune.optimizer import LineSearch
-from forwardtune.tasks import Sources, Task, digest, prepare
-
-Event = dict[str, Any]
-Tell = Callable[[Event], None]
+from forwardtune.tasks import Task
+from forwardtune.tasks.identity import file_digest
 
 DIVERGED = 10.0
 """A run is given up when its training loss is so many times that at its start (or that of guessing, if larger)."""
-BINS = 100
-"""Points of a trace."""
 PAUSE = 0.2
 """Seconds between two events that tell how far a run is."""
 
 
-def execute(run: Run, store: Store, sources: Sources, *, device: str = "cpu", tell: Tell = lambda event: None) -> Event:
+class Executed(NamedTuple):
+    """A run's result, and its model with the tuned weights; None if the run had finished before."""
+
+    result: RunResult
+    model: nn.Module | None
+
+
+def execute(run: Run, store: Store, task: Task, tell: Tell = ignore) -> Executed:
     """Makes the run, or what is left of it, and saves its result; one that has finished is not run again."""
-    done = store.result(run.id)
-    if done is None:
-        task = prepare(run.workload, sources, device)
+    result, model = store.result(run.id), None
+    if result is None:
         with torch.random.fork_rng(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Step not taken|.* steps saw the same loss", RuntimeWarning)
-            done = _Progress(run, store, task, tell).finish()
-        store.save(done)
-    tell({"event": "done", "run": run.id, "result": done})
-    return done
+            result, model = _RunUnderWay(run, store, task, tell).finish()
+        store.save(result)
+    tell(Finished(run.id, result))
+    return Executed(result, model)
 
 
-def base_of(task: Task, store: Store) -> Path:
-    """The file of base weights, made if it is not there, or not whole."""
-    file = store.bases / f"{task.base_id}.safetensors"
+def make_base(task: Task, store: Store) -> nn.Module | None:
+    """Makes the file of base weights if it does not exist or is not whole; the model that it was made with."""
+    file = store.base(task.base_id)
     try:
         with safe_open(file, "pt"):
-            return file
+            return None
     except (OSError, SafetensorError):
-        task.make_base(file)
-    return file
+        return task.make_base(file)
 
 
 def rate(decay: str, done: float) -> float:
@@ -70,9 +70,9 @@ def rate(decay: str, done: float) -> float:
 
 
 def batch_numbers(examples: int, size: int, seed: int, step: int) -> Tensor:
-    """The examples of a step's batch: every epoch goes through a new permutation, without its incomplete last batch."""
-    epoch, place = divmod(step, examples // size)
-    return _order(examples, seed, epoch)[place * size : (place + 1) * size]
+    """The examples of a step's batch: every epoch is a new permutation, without its incomplete last batch."""
+    epoch, index = divmod(step, examples // size)
+    return _order(examples, seed, epoch)[index * size : (index + 1) * size]
 
 
 _orders: dict[tuple[int, int, int], Tensor] = {}
@@ -88,97 +88,110 @@ def _order(examples: int, seed: int, epoch: int) -> Tensor:
     return _orders[key]
 
 
-class _Progress:
-    """A run under way."""
+class _RunUnderWay:
+    """A run in this process, from wherever an earlier one left it."""
 
     def __init__(self, run: Run, store: Store, task: Task, tell: Tell) -> None:
         self.run, self.task, self.tell = run, task, tell
         self.steps = steps(run.workload, run.method, task.queries)
-        self.ledger = store.runs / f"{run.id}.ledger"
-        self.base = base_of(task, store)
-        self.looks = EvaluationLog(store.runs / f"{run.id}.looks")
+        self.ledger, self.base = store.ledger(run.id), store.base(task.base_id)
+        self.fresh_model = make_base(task, store)
+        self.log = EvaluationLog(store.evaluations(run.id))
+        self.tracer = Tracer()
         evaluations = run.workload.evaluations
         self.due = {round(i * self.steps / evaluations) for i in range(evaluations + 1)}
-        provenance.forget_peak(task.device)
+        provenance.reset_peak_memory(task.device)
         provenance.code()  # what runs now, whatever becomes of the files
 
-    def finish(self) -> Event:
+    def finish(self) -> tuple[RunResult, nn.Module]:
         optimizer, model, step = self._begin()
         with _recorder(optimizer):
             reason = self._go_on(optimizer, model, step)
-        return self._result(optimizer, model, reason)
-
-    def _go_on(self, optimizer: LineSearch, model: nn.Module, step: int) -> str:
-        """Steps and looks to the end; why there were no more, if the run is given up."""
-        start, told = time.perf_counter() - self.looks.seconds, 0.0
-        total = self.steps * self.run.method.queries_per_step
-        about = self.task.describe(model)
-        self._tell("start", title=self.run.title, queries=optimizer.queries, total=total, about=about)
-        while True:
-            reason = self._too_many_nonfinite(optimizer)
-            if (step in self.due or reason) and step not in self.looks.at:
-                found = self.task.evaluate(model)
-                seconds = time.perf_counter() - start
-                self._tell("look", **self.looks.add(step, optimizer.queries, seconds, found))
-            reason = reason or self._diverged()
-            if step == self.steps or reason:
-                return reason
-            for group in optimizer.param_groups:
-                group["lr"] = self._lr(step)
-            numbers = batch_numbers(self.task.examples, self.run.workload.batch, self.run.seed, step)
-            loss = self._step(optimizer, model, self.task.batch(numbers))
-            step += 1
-            if time.perf_counter() - told > PAUSE:
-                told = time.perf_counter()
-                self._tell("progress", queries=optimizer.queries, loss=loss)
-
-    def _tell(self, event: str, **more: Any) -> None:
-        self.tell({"event": event, "run": self.run.id, **more})
+        return self._result(optimizer, reason), model
 
     def _begin(self) -> tuple[LineSearch, nn.Module, int]:
-        """From the start, or from where an earlier process left it."""
+        """From the start, or from where an earlier process left off."""
         torch.manual_seed(self.run.seed)  # where a run stopped in its very first step, nothing else sets the generator
         if self.ledger.exists():
-            model = self.task.start(self.base)
+            model = self._model()
             try:
                 optimizer, step = ledgers.resume(model, self.ledger)
             except LedgerError as error:
                 complaint = str(error)
                 if not self._is_damaged():
                     raise ExperimentError(
-                        f"{self.run.title} cannot go on: {complaint}. To make it anew, move {self.ledger} away"
+                        f"{self.run.title} cannot be resumed: {complaint}. To make it anew, move {self.ledger} away"
                     ) from None
             else:
-                self.looks.begin(step, self.task.base_id)
-                if all(due in self.looks.at for due in self.due if due < step):
+                self.log.begin(step, self.task.base_id)
+                if all(due in self.log.at for due in self.due if due < step):
+                    self._trace_again(model, step)
                     return optimizer, model, step
                 _recorder(optimizer).close()
                 complaint = "evaluations are missing"
-            self._tell("note", text=f"{self.run.title} starts over: {complaint}")
+            self.tell(Noted(f"{self.run.title} starts over: {complaint}", self.run.id))
             self._set_aside()
-        self.looks = EvaluationLog(self.looks.file)
-        self.looks.file.unlink(missing_ok=True)
-        self.looks.begin(0, self.task.base_id)
-        model = self.task.start(self.base)
+        self.log = EvaluationLog(self.log.file)
+        self.log.file.unlink(missing_ok=True)
+        self.log.begin(0, self.task.base_id)
+        model = self._model()
         return self._optimizer(model, recorder=ledgers.Ledger(self.ledger, model)), model, 0
+
+    def _model(self) -> nn.Module:
+        """With the base weights: the model that they were just made with, or another from their file."""
+        model, self.fresh_model = self.fresh_model or self.task.start(self.base), None
+        return model
 
     def _is_damaged(self) -> bool:
         """Whether a crash of the machine has left a ledger of which only a part is sound."""
         try:
-            run = ledgers.read(self.ledger)
+            recorded = ledgers.read(self.ledger)
         except LedgerError:
             return False
-        return bool(run.damage) or run.state_end < run.end
+        return bool(recorded.damage) or recorded.state_end < recorded.end
 
     def _set_aside(self) -> None:
         for file in self.ledger.parent.glob(f"{self.run.id}.l*"):  # the ledger, its states, the evaluations
             file.rename(file.with_name(f"damaged.{file.name}"))
 
+    def _trace_again(self, model: nn.Module, step: int) -> None:
+        """What the method saw before the run was stopped, from its ledger."""
+        optimizer = self._optimizer(model)
+        for record in ledgers.read(self.ledger).records(until=step):
+            self._set_lr(optimizer, record.step)
+            optimizer.fast_forward(record)
+            self.tracer.add(optimizer.last_step)
+
     def _optimizer(self, model: nn.Module, **options: Any) -> LineSearch:
         return self.run.method.optimizer(model.named_parameters(), self.run.lr, seed=self.run.seed, **options)
 
-    def _lr(self, step: int) -> float:
-        return self.run.lr * rate(self.run.decay, step / self.steps)
+    def _set_lr(self, optimizer: LineSearch, step: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = self.run.lr * rate(self.run.decay, step / self.steps)
+
+    def _go_on(self, optimizer: LineSearch, model: nn.Module, step: int) -> str:
+        """Steps and evaluations to the end; the reason, if the run is given up."""
+        start, told = time.perf_counter() - self.log.seconds, 0.0
+        total = self.steps * self.run.method.queries_per_step
+        self.tell(Started(self.run.id, self.run.title, optimizer.queries, total, self.task.describe(model)))
+        while True:
+            reason = self._too_many_nonfinite(optimizer)
+            if (step in self.due or reason) and step not in self.log.at:
+                scores = self.task.evaluate(model)
+                evaluation = Evaluation(step, optimizer.queries, time.perf_counter() - start, scores)
+                self.log.add(evaluation)
+                self.tell(Evaluated(self.run.id, evaluation))
+            reason = reason or self._diverged()
+            if step == self.steps or reason:
+                return reason
+            self._set_lr(optimizer, step)
+            numbers = batch_numbers(self.task.examples, self.run.workload.batch, self.run.seed, step)
+            loss = self._step(optimizer, model, self.task.batch(numbers))
+            self.tracer.add(optimizer.last_step)
+            step += 1
+            if time.perf_counter() - told > PAUSE:
+                told = time.perf_counter()
+                self.tell(Progressed(self.run.id, optimizer.queries, loss))
 
     def _step(self, optimizer: LineSearch, model: nn.Module, batch: Any) -> float:
         try:
@@ -187,77 +200,50 @@ class _Progress:
             return math.nan
 
     def _too_many_nonfinite(self, optimizer: LineSearch) -> str:
-        nonfinite: int = optimizer.param_groups[0]["run"]["nonfinite"]
-        if nonfinite < optimizer.max_nonfinite:
+        if optimizer.nonfinite < optimizer.max_nonfinite:
             return ""
         return (
-            f"{nonfinite} steps in a row met a loss that is not finite or would have gone too far, at "
+            f"{optimizer.nonfinite} steps in a row met a loss that is not finite or would have gone too far, at "
             f"{optimizer.queries:,} queries"
         )
 
     def _diverged(self) -> str:
-        """Why the run is to be given up, judging by its last look."""
-        first, *_, last = [self.looks.at[0], *self.looks.at.values()]
-        limit = DIVERGED * max(first["train_loss"] or 0.0, self.task.guessing)
-        if last["train_loss"] is None or last["train_loss"] > limit:
-            loss = "not finite" if last["train_loss"] is None else f"{last['train_loss']:.3g}, above {limit:.3g}"
-            return f"the training loss is {loss}, at {last['queries']:,} queries"
-        return ""
+        """Why the run is to be given up, judging by its last evaluation."""
+        first, last = self.log.first.scores.train_loss, self.log.last.scores.train_loss
+        limit = DIVERGED * max(first if math.isfinite(first) else 0.0, self.task.guessing)
+        if last <= limit:
+            return ""
+        loss = f"{last:.3g}, above {limit:.3g}" if math.isfinite(last) else "not finite"
+        return f"the training loss is {loss}, at {self.log.last.queries:,} queries"
 
-    def _result(self, optimizer: LineSearch, model: nn.Module, reason: str) -> Event:
-        looks, device = self.looks, self.task.device
-        last = list(looks.at.values())[-1]
-        measured = ("train_loss", "test_loss", *self.task.metrics)
-        return {
-            "id": self.run.id,
-            "title": self.run.title,
-            "run": self.run.description,
-            "status": "diverged" if reason else "finished",
-            "reason": reason,
-            "queries": optimizer.queries,
-            "metrics": list(self.task.metrics),
-            "final": {name: last[name] for name in measured},
-            "curve": {name: looks.column(name) for name in ("queries", *measured)},
-            "trace": self._trace(model),
-            "plateaus": optimizer.plateaus,
-            "weights": optimizer.field.dimension,
-            "data": self.task.data,
-            "base": {"id": self.base.stem, "digest": digest(self.base)},
-            "code": provenance.code(),
-            "device": str(device),
-            "threads": torch.get_num_threads(),
-            "circumstances": {
-                "host": provenance.host(),
-                "started": looks.sessions[0]["session"],
-                "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-                "sessions": len(looks.sessions),
-                "seconds": round(looks.seconds, 3),
-                "peak_memory": provenance.peak_memory(device),
-            },
-        }
-
-    def _trace(self, model: nn.Module) -> dict[str, list[Any]]:
-        """What the method saw and did, in means over stretches of steps, from the ledger."""
-        optimizer = self._optimizer(model)
-        rows = []
-        for record in ledgers.read(self.ledger).records():
-            for group in optimizer.param_groups:
-                group["lr"] = self._lr(record.step)
-            optimizer.fast_forward(record)
-            line = optimizer.last_step.lines[0][0] if optimizer.last_step and record.taken else None
-            slope, spread = (line.gamma, line.sigma) if line else (None, None)
-            rows.append((record.queries, record.loss, slope and abs(slope), spread, abs(line.t) if line else None))
-        size = math.ceil(len(rows) / BINS) or 1
-        stretches = [list(zip(*rows[i : i + size], strict=True)) for i in range(0, len(rows), size)]
-        columns = [[_mean(stretch[i]) for stretch in stretches] for i in range(1, 5)]
-        names = ("loss", "gamma", "sigma", "alpha")
-        queries = [stretch[0][-1] for stretch in stretches]
-        return {"queries": queries, **{name: c for name, c in zip(names, columns, strict=True) if any(c)}}
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    return statistics.fmean(known) if known else None
+    def _result(self, optimizer: LineSearch, reason: str) -> RunResult:
+        return RunResult(
+            id=self.run.id,
+            title=self.run.title,
+            run=self.run.description,
+            status="diverged" if reason else "finished",
+            reason=reason,
+            queries=optimizer.queries,
+            metrics=self.task.metrics,
+            final=self.log.last.scores,
+            curve=self.log.curve,
+            trace=self.tracer.trace(),
+            plateaus=optimizer.plateaus,
+            weights=optimizer.field.dimension,
+            data=self.task.data,
+            base=Base(self.base.stem, file_digest(self.base)),
+            code=provenance.code(),
+            device=str(self.task.device),
+            threads=torch.get_num_threads(),
+            circumstances=Circumstances(
+                host=provenance.host(),
+                started=self.log.started,
+                finished=datetime.now(UTC).isoformat(timespec="seconds"),
+                sessions=self.log.sessions,
+                seconds=round(self.log.seconds, 3),
+                peak_memory=provenance.peak_memory(self.task.device),
+            ),
+        )
 
 
 def _recorder(optimizer: LineSearch) -> ledgers.Ledger:

@@ -7,53 +7,52 @@
   rate diverged, it is the one with the fewest of them, and of those the one with the lowest mean of the others.
 - All methods have the same budget of queries, so one that asks for three a step gets two thirds of the steps (STP').
 - The acceleration of one method over another is the other's whole budget divided by the queries after which the
-  method's loss, smoothed and averaged over seeds, first is where the other's ended. It is N/A if it never is there, and
-  infinite if the other diverged. It can be no larger than the number of evaluations.
+  method's loss, smoothed and averaged over seeds, first is where the other's ended. It is N/A if it never gets there,
+  and infinite if the other diverged. It can be no larger than the number of evaluations.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean, stdev
-from typing import Any
 
 from forwardtune.experiments.intervals import Interval, Paired, bootstrap, bootstrap_mean, paired
 from forwardtune.experiments.plan import plan, rates
-from forwardtune.experiments.spec import Method, Spec, Workload
+from forwardtune.experiments.result import RunResult
+from forwardtune.experiments.spec import Method, Spec
 from forwardtune.experiments.store import Store
+from forwardtune.tasks import Workload
 
 SMOOTHING = 0.1
 """The part of a run's evaluations that its loss is smoothed over."""
 
-Result = Mapping[str, Any]
-
 
 @dataclass(frozen=True)
 class RateScore:
-    """A method with one rate: its results in the order of the seeds, None for a run that is not there yet."""
+    """A method with one rate: its results in the order of the seeds, None for a run that is missing."""
 
     lr: float
-    results: tuple[Result | None, ...]
+    results: tuple[RunResult | None, ...]
 
     @property
     def is_complete(self) -> bool:
         return None not in self.results
 
     @cached_property
-    def found(self) -> tuple[Result, ...]:
+    def finished(self) -> tuple[RunResult, ...]:
         return tuple(result for result in self.results if result is not None)
 
     @property
     def diverged(self) -> int:
-        return sum(result["status"] == "diverged" for result in self.found)
+        return sum(result.diverged for result in self.finished)
 
     @cached_property
     def losses(self) -> list[float]:
         """Final training loss by seed."""
-        return [math.inf if r["status"] == "diverged" else smoothed(r)[-1] for r in self.found]
+        return [math.inf if r.diverged else smoothed(r)[-1] for r in self.finished]
 
     @property
     def mean_loss(self) -> float:
@@ -62,7 +61,7 @@ class RateScore:
     @property
     def accuracies(self) -> list[float]:
         """Final test accuracy by seed, or another metric of the workload."""
-        return [result["final"][metric_of(result)] for result in self.found]
+        return [result.score for result in self.finished]
 
     @property
     def rank(self) -> tuple[float, int, float, float]:
@@ -80,7 +79,7 @@ class MethodScore:
 
     @cached_property
     def best(self) -> RateScore | None:
-        """The rate that it is judged by; None until all seeds of some rate are there."""
+        """The rate that it is judged by; None until all seeds of some rate have finished."""
         return min((rate for rate in self.rates if rate.is_complete), key=lambda rate: rate.rank, default=None)
 
     @property
@@ -125,7 +124,7 @@ def acceleration(fast: MethodScore, other: MethodScore) -> Acceleration:
     """Of a method over another, both at their best rates."""
     if fast.best is None or other.best is None:
         return Acceleration(0.0, "runs are missing")
-    ours, theirs = fast.best.found, other.best.found
+    ours, theirs = fast.best.finished, other.best.finished
     ratio, reason = _ratio(ours, theirs)
 
     def resampled(chosen: tuple[int, ...]) -> float:
@@ -134,31 +133,26 @@ def acceleration(fast: MethodScore, other: MethodScore) -> Acceleration:
     return Acceleration(ratio, reason, bootstrap(resampled, len(ours)))
 
 
-def _ratio(ours: Sequence[Result], theirs: Sequence[Result]) -> tuple[float, str]:
-    if any(result["status"] == "diverged" for result in ours):
+def _ratio(ours: Sequence[RunResult], theirs: Sequence[RunResult]) -> tuple[float, str]:
+    if any(result.diverged for result in ours):
         return 0.0, "a run of the method diverged"
-    if any(result["status"] == "diverged" for result in theirs):
+    if any(result.diverged for result in theirs):
         return math.inf, "a run of the other method diverged"
-    goal, budget = mean_curve(theirs)[-1], theirs[0]["curve"]["queries"][-1]
-    for queries, loss in list(zip(ours[0]["curve"]["queries"], mean_curve(ours), strict=True))[1:]:
+    goal, budget = mean_curve(theirs)[-1], theirs[0].curve.queries[-1]
+    for queries, loss in list(zip(ours[0].curve.queries, mean_curve(ours), strict=True))[1:]:
         if loss <= goal:
             return budget / queries, ""
     return 0.0, "the other method's final loss was not reached"
 
 
-def metric_of(result: Result) -> str:
-    """What methods are compared by on the result's test set."""
-    return str(result["metrics"][0]) if "metrics" in result else "accuracy"
-
-
-def mean_curve(results: Sequence[Result]) -> list[float]:
+def mean_curve(results: Sequence[RunResult]) -> list[float]:
     """Smoothed training loss, the mean over seeds, as far as all of them go."""
     return [fmean(losses) for losses in zip(*map(smoothed, results), strict=False)]
 
 
-def smoothed(result: Result) -> list[float]:
+def smoothed(result: RunResult) -> list[float]:
     """The training loss at every evaluation, the mean of it and some before, but never with the start among them."""
-    losses = [math.inf if loss is None else loss for loss in result["curve"]["train_loss"]]
+    losses = [loss if math.isfinite(loss) else math.inf for loss in result.curve.column("train_loss")]
     size = max(1, round(SMOOTHING * (len(losses) - 1)))
     return losses[:1] + [fmean(losses[max(1, i + 1 - size) : i + 1]) for i in range(1, len(losses))]
 
@@ -182,7 +176,7 @@ def contest(a: MethodScore, b: MethodScore) -> Contest | None:
 
 @dataclass(frozen=True)
 class WorkloadScore:
-    """All methods on one workload, and how many of its runs are not there yet."""
+    """All methods on one workload, and how many of its runs are missing."""
 
     workload: Workload
     methods: tuple[MethodScore, ...]
@@ -195,19 +189,19 @@ class WorkloadScore:
         return sorted(judged, key=lambda score: score.best.rank if score.best else ())
 
     @property
-    def results(self) -> list[Result]:
-        return [result for score in self.methods for rate in score.rates for result in rate.found]
+    def results(self) -> list[RunResult]:
+        return [result for score in self.methods for rate in score.rates for result in rate.finished]
 
     @property
     def metric(self) -> str:
         """What methods are compared by on the test set."""
-        return next(map(metric_of, self.results), "accuracy")
+        return next((result.metric for result in self.results), "accuracy")
 
     @property
     def contests(self) -> list[Contest]:
         """The first method of the spec against each of the others."""
-        found = (contest(self.methods[0], other) for other in self.methods[1:])
-        return [entry for entry in found if entry is not None]
+        against = (contest(self.methods[0], other) for other in self.methods[1:])
+        return [entry for entry in against if entry is not None]
 
 
 @dataclass(frozen=True)
@@ -222,14 +216,13 @@ class Scores:
         return sum(workload.missing for workload in self.workloads)
 
     @property
-    def results(self) -> list[Result]:
+    def results(self) -> list[RunResult]:
         return [result for workload in self.workloads for result in workload.results]
 
     @property
     def metric(self) -> str:
         """What the workloads' metrics are called together."""
-        found = list(dict.fromkeys(workload.metric for workload in self.workloads))
-        return " or ".join(found)
+        return " or ".join(dict.fromkeys(workload.metric for workload in self.workloads))
 
 
 def chosen_rates(spec: Spec, store: Store) -> dict[str, float]:
@@ -238,25 +231,26 @@ def chosen_rates(spec: Spec, store: Store) -> dict[str, float]:
         return {}
     alone = replace(spec, workloads=(spec.workload(spec.rates_from),), rates_from="")
     scored = score(alone, store).workloads[0]
-    return {found.method.label: found.best.lr for found in scored.methods if found.best and found.is_complete}
+    return {entry.method.label: entry.best.lr for entry in scored.methods if entry.best and entry.is_complete}
 
 
 def score(spec: Spec, store: Store) -> Scores:
     """What the store has of a comparison; of one that is not finished, the seeds that are."""
     chosen = chosen_rates(spec, store)
-    found = {run: store.result(run.id) for run in plan(spec, chosen)}
-    by_place = {(r.workload.name, r.method.label, r.lr, r.seed): result for r, result in found.items()}
+    results = {
+        (run.workload.name, run.method.label, run.lr, run.seed): store.result(run.id) for run in plan(spec, chosen)
+    }
     workloads = []
     for workload in spec.workloads:
         grid = {method.label: rates(spec, workload, method, chosen) for method in spec.methods}
-        places = [(workload.name, method.label, lr) for method in spec.methods for lr in grid[method.label]]
-        absent = {seed: sum(by_place[*place, seed] is None for place in places) for seed in workload.seeds}
+        keys = [(workload.name, method.label, lr) for method in spec.methods for lr in grid[method.label]]
+        absent = {seed: sum(results[*key, seed] is None for key in keys) for seed in workload.seeds}
         seeds = [seed for seed in workload.seeds if not absent[seed]] or workload.seeds
         scores = tuple(
             MethodScore(
                 method,
                 tuple(
-                    RateScore(lr, tuple(by_place[workload.name, method.label, lr, seed] for seed in seeds))
+                    RateScore(lr, tuple(results[workload.name, method.label, lr, seed] for seed in seeds))
                     for lr in grid[method.label]
                 ),
             )

@@ -104,7 +104,7 @@ class _File:
     rates_from: str = ""
 
 
-KEYS = {field.name for kind in (ImageWorkload, TextWorkload) for field in fields(kind)}
+KEYS = {entry.name for kind in (ImageWorkload, TextWorkload) for entry in fields(kind)}
 COMMON = KEYS - {"name", "data", "pretrain"}
 """Keys that a file may give once for all its workloads."""
 
@@ -171,8 +171,9 @@ def _workload(entry: Mapping[str, Any], common: Mapping[str, Any]) -> Workload:
         raise ExperimentError(f"{where} has no 'data'; give it")
     one_of(f"{where}: data", value(str, table["data"], where), (*IMAGES, *TEXTS))
     kind = kind_of(table["data"])
-    for key in table.keys() & KEYS - {field.name for field in fields(kind)}:
-        raise ExperimentError(f"{where}: {key} has no meaning for {table['data']}; leave it out")
+    of_others = table.keys() & KEYS - {entry.name for entry in fields(kind)}
+    if of_others:
+        raise ExperimentError(f"{where}: {min(of_others)} does not apply to {table['data']}; leave it out")
     return build(kind, table, where)
 
 

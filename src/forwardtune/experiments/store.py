@@ -3,7 +3,7 @@
 store.json            which version of the format this is
 spec.toml             the comparison that was run last
 runs/ID.json          the result of a finished run
-runs/ID.ledger        its steps (and, beside it, the state to go on from)
+runs/ID.ledger        its steps (and, beside it, the state to resume from)
 runs/ID.looks         evaluations of a run under way
 bases/ID.safetensors  the weights that runs of a workload start from
 """
@@ -14,78 +14,92 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from forwardtune.errors import ExperimentError
+from forwardtune.experiments.result import Json, RunResult
+from forwardtune.files import lock, translated, write_json
 
 SCHEMA = 1
 
 
 class Store:
-    """Results in a folder, made if it is not there."""
+    """Results in a folder, made if it does not exist."""
 
     def __init__(self, folder: Path | str, *, create: bool = True) -> None:
         self.folder = folder = Path(folder)
         self.runs, self.bases = folder / "runs", folder / "bases"
         mark = folder / "store.json"
-        try:
+        with translated(ExperimentError, f"the results in {folder} cannot be used"):
             if not mark.exists():
-                if not create or (folder.exists() and any(file.name != _new(mark).name for file in folder.iterdir())):
+                if not create or (folder.exists() and not all(_is_beginning(file) for file in folder.iterdir())):
                     raise ExperimentError(
                         f"{folder} holds no results of a comparison; name the folder that `forwardtune compare` made"
                         + (", or a new one" if create else "")
                     )
                 folder.mkdir(parents=True, exist_ok=True)
-                write(mark, {"schema": SCHEMA})
-            found = read(mark).get("schema")
+                write_json(mark, {"schema": SCHEMA})
+            schema = read_json(mark).get("schema")
             for part in (self.runs, self.bases):
                 part.mkdir(exist_ok=True)
-        except OSError as error:
-            raise ExperimentError(f"the results in {folder} cannot be used ({error})") from None
-        if found != SCHEMA:
+        if schema != SCHEMA:
             raise ExperimentError(
-                f"{folder} was written by another version of forwardtune (format {found}; this one has format "
+                f"{folder} was written by another version of forwardtune (format {schema}; this one has format "
                 f"{SCHEMA}); use that version for it, or choose another folder"
             )
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Refuses to let two comparisons write one folder."""
-        try:
-            import fcntl
-        except ImportError:
-            raise ExperimentError("comparisons run on Linux and macOS only, for the locks that they need") from None
         with open(self.folder / ".lock", "w") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                alone = lock(file.fileno())
+            except ImportError:
+                raise ExperimentError("comparisons run on Linux and macOS only, for the locks they need") from None
+            if not alone:
                 raise ExperimentError(
                     f"another process is writing to {self.folder}; wait for it, or choose another folder with --out"
-                ) from None
+                )
             yield
 
-    def result(self, run_id: str) -> dict[str, Any] | None:
+    def result(self, run_id: str) -> RunResult | None:
         """What a run came to, if it has finished."""
         file = self.runs / f"{run_id}.json"
         if not file.exists():
             return None
-        result = read(file)
-        if result.get("schema") != SCHEMA or result.get("id") != run_id:
-            raise ExperimentError(
-                f"{file} is not a result of this version of forwardtune; move it away to run it again"
-            )
-        return result
+        table = read_json(file)
+        try:
+            if table["schema"] == SCHEMA and table["id"] == run_id:
+                return RunResult.from_json(table)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            pass
+        raise ExperimentError(f"{file} is not a result of this version of forwardtune; move it away to run it again")
 
-    def save(self, result: dict[str, Any]) -> None:
-        write(self.runs / f"{result['id']}.json", {"schema": SCHEMA, **result})
-        (self.runs / f"{result['id']}.looks").unlink(missing_ok=True)
+    def save(self, result: RunResult) -> None:
+        file = self.runs / f"{result.id}.json"
+        with translated(ExperimentError, f"{file} cannot be written; nothing was changed"):
+            write_json(file, {"schema": SCHEMA, **result.to_json()})
+        self.evaluations(result.id).unlink(missing_ok=True)
+
+    def ledger(self, run_id: str) -> Path:
+        return self.runs / f"{run_id}.ledger"
+
+    def evaluations(self, run_id: str) -> Path:
+        return self.runs / f"{run_id}.looks"
+
+    def base(self, base_id: str) -> Path:
+        return self.bases / f"{base_id}.safetensors"
 
     @property
     def spec_file(self) -> Path:
         return self.folder / "spec.toml"
 
 
-def read(file: Path) -> dict[str, Any]:
+def _is_beginning(file: Path) -> bool:
+    """Whether a file is what a process left that was killed while it made the store."""
+    return file.name.startswith(".store.json.") and file.name.endswith(".new")
+
+
+def read_json(file: Path) -> Json:
     try:
         content = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:

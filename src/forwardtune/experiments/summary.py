@@ -16,27 +16,27 @@ def sentence(score: WorkloadScore) -> str:
     assert winner.best is not None
     if winner.best.mean_loss == math.inf:
         return f"{score.workload.name}: runs of every method diverged{missing}."
-    queries = winner.best.found[0]["curve"]["queries"][-1]
+    queries = winner.best.finished[0].curve.queries[-1]
     start = (
         f"{score.workload.name}{missing}: after {queries:,} queries {winner.method.title} has the lowest training loss"
     )
-    gaps = [gap(found) for other in others if (found := contest(winner, other))]
+    gaps = [gap(pair) for other in others if (pair := contest(winner, other))]
     return f"{start}, {', '.join([number(winner.best.mean_loss), *gaps])}."
 
 
-def gap(found: Contest) -> str:
+def gap(pair: Contest) -> str:
     """How far a is below b, and whether that may be chance."""
-    assert found.b.best is not None
-    other = found.b.method.title
-    if found.loss is None:
-        return f"{other} diverged in {found.b.best.diverged} of {len(found.b.best.results)} runs"
-    by = number(-found.loss.mean)
-    if found.loss.interval is None:
+    assert pair.b.best is not None
+    other = pair.b.method.title
+    if pair.loss is None:
+        return f"{other} diverged in {pair.b.best.diverged} of {len(pair.b.best.results)} runs"
+    by = number(-pair.loss.mean)
+    if pair.loss.interval is None:
         return f"below {other} by {by} (one seed, so this may be chance)"
-    high, low = (number(-end) for end in found.loss.interval)
-    if not found.loss.is_clear:
+    high, low = (number(-end) for end in pair.loss.interval)
+    if not pair.loss.is_clear:
         return f"not clearly below {other} (by {by}, 95% interval {low} to {high}: inside the noise)"
-    return f"{-found.loss.mean / found.b.best.mean_loss:.0%} below {other} (by {by}, 95% interval {low} to {high})"
+    return f"{-pair.loss.mean / pair.b.best.mean_loss:.0%} below {other} (by {by}, 95% interval {low} to {high})"
 
 
 def number(value: float) -> str:

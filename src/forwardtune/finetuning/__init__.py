@@ -1,1 +1,6 @@
-"""One model tuned to one task: made, saved, and asked."""
+"""One model tuned to one task: made, saved with a card, and asked.
+
+tune     makes the run and saves the model that it leads to
+tuned    a tuned model in a folder, ready to answer
+card     the model in a page of Markdown
+"""

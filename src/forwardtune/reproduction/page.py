@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any
 
+from forwardtune import presets
 from forwardtune.errors import ExperimentError
-from forwardtune.experiments import spec as specs
 from forwardtune.experiments.intervals import paired
 from forwardtune.experiments.report.tables import markdown, ratio_text
+from forwardtune.experiments.result import Json
 from forwardtune.experiments.scoring import MethodScore, Scores, WorkloadScore, acceleration, accuracy, score
-from forwardtune.experiments.spec import TEXTS, TRANSFORMER, Spec, Workload
+from forwardtune.experiments.spec import Spec
 from forwardtune.experiments.store import Store
 from forwardtune.experiments.summary import count, number, sentence
+from forwardtune.tasks import ImageWorkload, TextWorkload, Workload
 
-HOME = Path(__file__).parent
-SPECS = HOME / "specs"
+PRINTED = Path(__file__).parent / "paper.toml"
+"""The numbers that the paper prints."""
 SIZES = {
     "mnist": "60,000 / 10,000",
     "cifar10": "50,000 / 10,000",
@@ -40,58 +41,53 @@ and the results by `forwardtune compare --preset PRESET --data DIR --out {folder
 the rate of each is the one with the lowest mean final training loss. STP{prime} is STP at equal queries: it asks for
 three a step where the others ask for two, so it gets two thirds of the steps, and its rate decays over those (the paper
 cuts a longer run off there). Behind the accuracy on texts, in brackets: how far it is above always answering the
-commonest class, with Student's 95% interval over seeds.
+majority class, with Student's 95% interval over seeds.
 """
 
 
 def page(folder: Path) -> str:
     """The page, from a folder that has results of presets in folders of their names."""
-    printed = tomllib.loads((HOME / "paper.toml").read_text("utf-8"))
-    presets = sorted(SPECS.rglob("*.toml"), key=lambda file: (file.parent.name != "full", _order(file.stem)))
-    names = {file.relative_to(SPECS).with_suffix("").as_posix(): file for file in presets}
-    found = {name: folder / name for name in names if (folder / name / "store.json").exists()}
-    if not found:
+    printed = tomllib.loads(PRINTED.read_text("utf-8"))
+    names = sorted((name for name in presets.files() if "/" in name), key=_order)
+    made = [name for name in names if (folder / name / "store.json").exists()]
+    if not made:
         raise ExperimentError(
             f"{folder} holds no results of the paper's presets; make some by `forwardtune compare --preset "
             f"reduced/mnist-200 --data DIR --out {folder}/reduced/mnist-200`"
         )
     parts = [INTRODUCTION.format(folder=folder, prime="\N{PRIME}")]
-    for name, place in found.items():
-        spec = specs.read(names[name])
-        scores = score(spec, Store(place, create=False))
+    for name in made:
+        spec = presets.load(name)
+        scores = score(spec, Store(folder / name, create=False))
         parts.append(_section(name, scores, _in_full(spec), printed.get(spec.name, {})))
-    missing = [name for name in names if name not in found]
+    missing = [f"- `{name}`: {presets.load(name).title}" for name in names if name not in made]
     if missing:
-        parts.append(
-            "## Not run\n\n" + "\n".join(f"- `{name}`: {specs.read(names[name]).title}" for name in missing) + "\n"
-        )
+        parts.append("## Not run\n\n" + "\n".join(missing) + "\n")
     return "\n".join(parts)
 
 
-def _order(stem: str) -> tuple[bool, bool, bool, bool, str]:
-    """Images first, MNIST before CIFAR-10, 200 epochs before 100, the failure study last of them."""
+def _order(name: str) -> tuple[bool, bool, bool, bool, bool, str]:
+    """Full ones first; images first, MNIST before CIFAR-10, 200 epochs before 100, the failure study last of them."""
+    size, _, stem = name.partition("/")
     images = stem.startswith(("mnist", "cifar10", "vgg11"))
-    return not images, "failure" in stem, stem.endswith("100"), not stem.startswith("mnist"), stem
+    return size != "full", not images, "failure" in stem, stem.endswith("100"), not stem.startswith("mnist"), stem
 
 
 def _in_full(spec: Spec) -> Spec | None:
     """The paper's settings of a comparison; all its language tasks are in one."""
-    by_loss = spec.workloads[0].data in TEXTS and spec.workloads[0].objective == "loss"
-    for name in (spec.name, *(["glue"] if by_loss else [])):
-        if (SPECS / "full" / f"{name}.toml").exists():
-            return specs.read(SPECS / "full" / f"{name}.toml")
+    first = spec.workloads[0]
+    by_loss = isinstance(first, TextWorkload) and first.objective == "loss"
+    for name in (f"full/{spec.name}", *(["full/glue"] if by_loss else [])):
+        if name in presets.files():
+            return presets.load(name)
     return None
 
 
-def _label(workload: Workload) -> str:
-    return workload.name if workload.network == TRANSFORMER else workload.network
-
-
 def _kind(scores: Scores) -> str:
-    return "task" if scores.workloads[0].workload.network == TRANSFORMER else "network"
+    return "task" if isinstance(scores.workloads[0].workload, TextWorkload) else "network"
 
 
-def _section(name: str, scores: Scores, full: Spec | None, printed: dict[str, Any]) -> str:
+def _section(name: str, scores: Scores, full: Spec | None, printed: Json) -> str:
     spec = scores.spec
     blocks = [f"## {spec.title}\n\nPreset `{name}`. {' '.join(spec.description.split())}\n"]
     if scores.missing:
@@ -107,40 +103,40 @@ def _section(name: str, scores: Scores, full: Spec | None, printed: dict[str, An
     return "\n".join(blocks)
 
 
-def _accuracy(scores: Scores, printed: dict[str, Any]) -> str:
+def _accuracy(scores: Scores, printed: Json) -> str:
     header = [_kind(scores), "at the start"]
     majorities = [_majority(workload) for workload in scores.workloads]
     if any(majorities):
-        header.append("commonest class")
+        header.append("majority class")
     for method in scores.spec.methods:
         header += [method.title, *(["paper"] if printed else [])]
     rows = []
     for workload, majority in zip(scores.workloads, majorities, strict=True):
         first = _start(workload, workload.metric)
-        row = [_label(workload.workload), "missing" if first is None else f"{100 * first:.1f}"]
+        row = [workload.workload.subject, "missing" if first is None else f"{100 * first:.1f}"]
         if any(majorities):
             row.append("" if majority is None else f"{100 * majority:.1f}")
-        for found in workload.methods:
-            row.append(_mean_and_deviation(found) + _margin(found, majority))
+        for method_score in workload.methods:
+            row.append(_mean_and_deviation(method_score) + _margin(method_score, majority))
             if printed:
-                mean, deviation = printed[workload.workload.network]["accuracy"][found.method.method]
+                mean, deviation = printed[workload.workload.network]["accuracy"][method_score.method.method]
                 row.append(f"{mean:.1f} ± {deviation:.1f}")
         rows.append(row)
     return markdown(header, rows)
 
 
 def _mean_and_deviation(score: MethodScore) -> str:
-    found = accuracy(score)
-    if found is None or score.best is None:
+    reached = accuracy(score)
+    if reached is None or score.best is None:
         return "missing"
-    deviation = f" ± {100 * found.std:.1f}" if found.std is not None else ""
-    diverged = f", {found.diverged} of {len(score.best.results)} diverged" if found.diverged else ""
-    return f"{100 * found.mean:.1f}{deviation}{diverged}"
+    deviation = f" ± {100 * reached.std:.1f}" if reached.std is not None else ""
+    diverged = f", {reached.diverged} of {len(score.best.results)} diverged" if reached.diverged else ""
+    return f"{100 * reached.mean:.1f}{deviation}{diverged}"
 
 
 def _majority(workload: WorkloadScore) -> float | None:
     """The accuracy of always answering the same, where it is known."""
-    known: float | None = next((result["data"].get("majority") for result in workload.results), None)
+    known = next((result.data.majority for result in workload.results), None)
     return known if workload.metric == "accuracy" else None
 
 
@@ -148,39 +144,39 @@ def _margin(score: MethodScore, majority: float | None) -> str:
     """How far above it, with Student's interval over seeds."""
     if majority is None or score.best is None:
         return ""
-    found = paired(score.best.accuracies, [majority] * len(score.best.accuracies))
-    ends = f" [{100 * found.interval.low:+.1f}, {100 * found.interval.high:+.1f}]" if found.interval else ""
-    return f" ({100 * found.mean:+.1f}{ends})"
+    above = paired(score.best.accuracies, [majority] * len(score.best.accuracies))
+    ends = f" [{100 * above.interval.low:+.1f}, {100 * above.interval.high:+.1f}]" if above.interval else ""
+    return f" ({100 * above.mean:+.1f}{ends})"
 
 
 def _start(workload: WorkloadScore, column: str) -> float | None:
     """What all runs of the workload began with."""
-    return next((result["curve"][column][0] for result in workload.results), None)
+    return next((result.curve.column(column)[0] for result in workload.results), None)
 
 
 def _losses(scores: Scores) -> str:
     rows = []
     for workload in scores.workloads:
         cells = []
-        for found in workload.methods:
-            if found.best is None:
+        for method_score in workload.methods:
+            if method_score.best is None:
                 cells.append("missing")
                 continue
-            edge = ", an end of its grid" if found.at_edge else ""
-            loss = "diverged" if found.best.diverged else number(found.best.mean_loss)
-            cells.append(f"{loss} (lr {found.best.lr:g}{edge})")
+            edge = ", an end of its grid" if method_score.at_edge else ""
+            loss = "diverged" if method_score.best.diverged else number(method_score.best.mean_loss)
+            cells.append(f"{loss} (lr {method_score.best.lr:g}{edge})")
         first = _start(workload, "train_loss")
-        rows.append([_label(workload.workload), "missing" if first is None else number(first), *cells])
+        rows.append([workload.workload.subject, "missing" if first is None else number(first), *cells])
     return markdown([_kind(scores), "at the start", *(method.title for method in scores.spec.methods)], rows)
 
 
-def _accelerations(scores: Scores, printed: dict[str, Any]) -> str:
+def _accelerations(scores: Scores, printed: Json) -> str:
     header = [_kind(scores)]
     for method in scores.spec.methods[1:]:
         header += [f"over {method.title}", *(["paper"] if printed else [])]
     rows = []
     for workload in scores.workloads:
-        row = [_label(workload.workload)]
+        row = [workload.workload.subject]
         for other in workload.methods[1:]:
             row.append(ratio_text(acceleration(workload.methods[0], other)))
             if printed:
@@ -192,13 +188,13 @@ def _accelerations(scores: Scores, printed: dict[str, Any]) -> str:
 def _differences(scores: Scores, full: Spec) -> str:
     rows = []
     for ours in scores.workloads:
-        theirs = next(w for w in full.workloads if _label(w) == _label(ours.workload))
-        data = ours.results[0]["data"] if ours.results else {}
+        theirs = next(w for w in full.workloads if w.subject == ours.workload.subject)
+        data = ours.results[0].data if ours.results else None
         w = ours.workload
-        sizes = f"{data['train']:,} / {data['test']:,} (paper {SIZES[w.data]})" if data else "unknown"
-        looked = f"{w.train_examples or 'all'} / {w.test_examples or 'all'}"
+        sizes = f"{data.train:,} / {data.test:,} (paper {SIZES[w.data]})" if data else "unknown"
+        evaluated = f"{w.train_examples or 'all'} / {w.test_examples or 'all'}"
         pairs = zip(_settings(w), _settings(theirs), strict=True)
-        rows.append([_label(w), *(f"{a} (paper {b})" for a, b in pairs), sizes, looked])
+        rows.append([w.subject, *(f"{a} (paper {b})" for a, b in pairs), sizes, evaluated])
     header = [_kind(scores), "budget", "batch", "seeds", "starts from", "examples, train / test", "evaluated on"]
     lines = [markdown(header, rows), "", "Rates:", ""]
     for method in scores.spec.methods:
@@ -213,14 +209,14 @@ def _differences(scores: Scores, full: Spec) -> str:
 
 def _settings(workload: Workload) -> list[str]:
     budget = f"{workload.epochs} epochs" if workload.epochs else f"{workload.queries:,} queries"
-    if workload.network == TRANSFORMER:
+    if isinstance(workload, TextWorkload):
         adapter = "all weights" if workload.adapter == "none" else workload.adapter
         start = f"{workload.weights.removesuffix('/model')}, {workload.setup}, {adapter}"
         return [budget, str(workload.batch), str(len(workload.seeds)), start]
     start = {"torchvision": "ImageNet weights", "random": "random weights"}.get(
         workload.weights, "ImageNet weights (file)"
     )
-    if workload.pretrain:
+    if isinstance(workload, ImageWorkload) and workload.pretrain:
         change = ", inverted" if workload.pretrain.invert else ""
         start += f", then {workload.pretrain.steps} steps of Adam on {workload.pretrain.data}{change}"
     return [budget, str(workload.batch), str(len(workload.seeds)), start]
@@ -231,13 +227,11 @@ def _origin(scores: Scores) -> str:
     results = scores.results
     if not results:
         return ""
-    commits = sorted({(r["code"]["commit"] or "no commit")[:10] + ("+" if r["code"]["dirty"] else "") for r in results})
-    hosts = sorted(
-        {f"{r['circumstances']['host']['cores']} cores of {r['circumstances']['host']['cpu']}" for r in results}
-    )
-    torch = sorted({r["code"]["versions"]["torch"] for r in results})
-    hours = sum(r["circumstances"]["seconds"] for r in results) / 3600
-    days = sorted({r["circumstances"]["finished"][:10] for r in results})
+    commits = sorted({(r.code.commit or "no commit")[:10] + ("+" if r.code.dirty else "") for r in results})
+    hosts = sorted({f"{r.circumstances.host.cores} cores of {r.circumstances.host.cpu}" for r in results})
+    torch = sorted({r.code.versions["torch"] for r in results})
+    hours = sum(r.circumstances.seconds for r in results) / 3600
+    days = sorted({r.circumstances.finished[:10] for r in results})
     return (
         f"{len(results)} runs, {hours:.1f} hours in all if made one after the other, on {', '.join(hosts)}, torch "
         f"{', '.join(torch)}, forwardtune at {', '.join(commits)}, {' to '.join(dict.fromkeys((days[0], days[-1])))}."

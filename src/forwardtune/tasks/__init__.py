@@ -1,10 +1,10 @@
-"""What runs are made on: data, models, base weights, and how well a model does.
+"""What is tuned: data, models, base weights, and how a model is evaluated.
 
-workload   what a workload of any kind says
+workload   what workloads of all kinds have in common
 task       a workload made ready: data in memory, loss, evaluation, base weights
-sources    where data and weights are found
-identity   what descriptions and files are known by
-images/    networks on sets of images
+sources    where data and weights are read from
+identity   hashes that identify descriptions and files
+images/    networks on image datasets
 texts/     transformers on labelled texts
 """
 
@@ -17,17 +17,17 @@ from forwardtune.tasks.texts.workload import TEXTS, TextWorkload
 from forwardtune.tasks.workload import Workload
 
 __all__ = [
-    "IMAGES", "TEXTS", "ImageWorkload", "Scores", "Sources", "Task", "TextWorkload", "Workload", "kind_of", "prepare",
+    "IMAGES", "TEXTS", "ImageWorkload", "Scores", "Sources", "Task", "Tasks", "TextWorkload", "Workload", "kind_of", "prepare",
 ]  # fmt: skip
 
 
 def kind_of(data: str) -> type[Workload]:
-    """The kind of workload that a set of examples makes."""
+    """The kind of workload that a dataset belongs to."""
     return ImageWorkload if data in IMAGES else TextWorkload
 
 
 def prepare(workload: Workload, sources: Sources, device: str) -> Task:
-    """The workload with its data in memory."""
+    """The workload made ready: its data in memory, its model known."""
     if isinstance(workload, ImageWorkload):
         return ImageTask(workload, sources, device)
     assert isinstance(workload, TextWorkload)
@@ -35,3 +35,16 @@ def prepare(workload: Workload, sources: Sources, device: str) -> Task:
     from forwardtune.tasks.texts.task import TextTask
 
     return TextTask(workload, sources, device)
+
+
+class Tasks:
+    """The tasks of a comparison, each prepared when it is first asked for, and once."""
+
+    def __init__(self, sources: Sources, device: str) -> None:
+        self.sources, self.device = sources, device
+        self._prepared: dict[Workload, Task] = {}
+
+    def __getitem__(self, workload: Workload) -> Task:
+        if workload not in self._prepared:
+            self._prepared[workload] = prepare(workload, self.sources, self.device)
+        return self._prepared[workload]

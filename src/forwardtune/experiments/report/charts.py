@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
-from forwardtune.experiments.scoring import MethodScore, Result, WorkloadScore
+from forwardtune.experiments.result import Json, RunResult
+from forwardtune.experiments.scoring import MethodScore, WorkloadScore
 
 COLORS = ("#0b6e4f", "#c8553d", "#4a6fa5", "#8f5aa8", "#b8860b", "#5a5a5a", "#2a9d9d", "#a84a6b")
 
@@ -51,7 +51,7 @@ class Chart:
 def charts(score: WorkloadScore) -> list[Chart]:
     """Every chart of a workload that has something to show."""
     metric = score.metric
-    found = [
+    every = [
         _curves(score, "loss", "Training loss", "train_loss", log=True),
         _curves(score, "accuracy", f"Test {metric}", metric, scale=100, unit=" (%)"),
         _sensitivity(score),
@@ -59,7 +59,7 @@ def charts(score: WorkloadScore) -> list[Chart]:
         _traces(score, "sigma", "Spread of recent slopes", "sigma"),
         _traces(score, "alpha", "Distance moved along the direction", "|t*|"),
     ]
-    return [chart for chart in found if chart.series]
+    return [chart for chart in every if chart.series]
 
 
 def _judged(score: WorkloadScore) -> list[tuple[MethodScore, str]]:
@@ -78,9 +78,9 @@ def _curves(
         _band(
             _label(method),
             color,
-            method.best.found,
-            lambda r: r["curve"]["queries"],
-            lambda r: r["curve"][column],
+            method.best.finished,
+            lambda r: r.curve.queries,
+            lambda r: r.curve.column(column),
             scale=scale,
             log=log,
         )
@@ -100,9 +100,11 @@ def _curves(
 
 def _traces(score: WorkloadScore, column: str, title: str, label: str) -> Chart:
     series = [
-        _band(_label(method), color, method.best.found, lambda r: r["trace"]["queries"], lambda r: r["trace"][column])
+        _band(
+            _label(method), color, method.best.finished, lambda r: r.trace.queries, lambda r: getattr(r.trace, column)
+        )
         for method, color in _judged(score)
-        if method.best and all(column in result["trace"] for result in method.best.found)
+        if method.best and all(getattr(result.trace, column) for result in method.best.finished)
     ]
     return Chart(
         column,
@@ -118,16 +120,18 @@ def _traces(score: WorkloadScore, column: str, title: str, label: str) -> Chart:
 def _band(
     name: str,
     color: str,
-    results: Sequence[Result],
-    x: Callable[[Result], Sequence[float]],
-    y: Callable[[Result], Sequence[float | None]],
+    results: Sequence[RunResult],
+    x: Callable[[RunResult], Sequence[float]],
+    y: Callable[[RunResult], Sequence[float | None]],
     *,
     scale: float = 1,
     log: bool = True,
 ) -> Series:
     """The mean over runs and their range, where all of them have a value (above zero, for a logarithmic axis)."""
     columns = list(zip(*map(y, results), strict=False))
-    known = [[scale * v for v in column if v is not None and (v > 0 or not log)] for column in columns]
+    known = [
+        [scale * v for v in column if v is not None and math.isfinite(v) and (v > 0 or not log)] for column in columns
+    ]
     complete = [len(values) == len(results) for values in known]
     middle, low, high = (
         [function(values) if whole else None for values, whole in zip(known, complete, strict=True)]
@@ -181,9 +185,9 @@ def log_ticks(values: Sequence[float]) -> list[float] | None:
     return ticks if sum(low <= tick <= high for tick in ticks) >= 3 else None
 
 
-def plotly(chart: Chart) -> dict[str, Any]:
+def plotly(chart: Chart) -> Json:
     """The chart in plotly's terms."""
-    data: list[dict[str, Any]] = []
+    data: list[Json] = []
     for series in chart.series:
         base = {"x": list(series.x), "legendgroup": series.name, "mode": "lines"}
         if series.low:
@@ -194,7 +198,7 @@ def plotly(chart: Chart) -> dict[str, Any]:
         hover = {"text": list(series.notes), "hovertemplate": "%{y:.4g} (%{text})"} if series.notes else {}
         mode = "lines+markers" if series.markers else "lines"
         data.append({**base, "y": list(series.y), "name": series.name, "line": line, "mode": mode, **hover})
-    axes: dict[str, dict[str, Any]] = {
+    axes: dict[str, Json] = {
         "xaxis": {"title": {"text": chart.x_label}},
         "yaxis": {"title": {"text": chart.y_label}},
     }

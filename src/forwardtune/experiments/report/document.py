@@ -12,9 +12,10 @@ from forwardtune.errors import ExperimentError
 from forwardtune.experiments.report.charts import charts, plotly
 from forwardtune.experiments.report.png import draw
 from forwardtune.experiments.report.tables import Table, runs_table, tables
-from forwardtune.experiments.scoring import Result, Scores
-from forwardtune.experiments.store import write_text
+from forwardtune.experiments.result import RunResult
+from forwardtune.experiments.scoring import Scores
 from forwardtune.experiments.summary import count, sentence
+from forwardtune.files import translated, write_text
 
 
 def check_installed() -> None:
@@ -29,26 +30,27 @@ def write(scores: Scores, folder: Path | str) -> Path:
     check_installed()
     folder = Path(folder)
     parts = folder / "report"
-    parts.mkdir(parents=True, exist_ok=True)
     every_table, runs = tables(scores), runs_table(scores.workloads)
-    for table in [*every_table, runs]:
-        write_text(parts / f"{table.name}.csv", table.csv())
-    write_text(parts / "tables.md", _markdown(scores, every_table))
-    for workload in scores.workloads:
-        for chart in charts(workload):
-            draw(chart, parts / f"{workload.workload.name}-{chart.name}.png")
     page = folder / "report.html"
-    write_text(page, _page(scores, every_table, runs))
+    with translated(ExperimentError, f"the report in {folder} cannot be written"):
+        parts.mkdir(parents=True, exist_ok=True)
+        for table in [*every_table.values(), runs]:
+            write_text(parts / f"{table.name}.csv", table.csv())
+        write_text(parts / "tables.md", _markdown(scores, every_table))
+        for workload in scores.workloads:
+            for chart in charts(workload):
+                draw(chart, parts / f"{workload.workload.name}-{chart.name}.png")
+        write_text(page, _page(scores, every_table, runs))
     return page
 
 
-def _markdown(scores: Scores, every_table: list[Table]) -> str:
+def _markdown(scores: Scores, every_table: dict[str, Table]) -> str:
     verdicts = "\n".join(f"- {sentence(workload)}" for workload in scores.workloads)
-    blocks = [f"## {table.title}\n\n{table.markdown()}\n\n{table.note}\n" for table in every_table]
+    blocks = [f"## {table.title}\n\n{table.markdown()}\n\n{table.note}\n" for table in every_table.values()]
     return "\n".join([f"# {scores.spec.title}\n", scores.spec.description, "", verdicts, "", *blocks])
 
 
-def _page(scores: Scores, every_table: list[Table], runs: Table) -> str:
+def _page(scores: Scores, every_table: dict[str, Table], runs: Table) -> str:
     from plotly.offline import get_plotlyjs
 
     template = Template((Path(__file__).parent / "page.html").read_text("utf-8"))
@@ -64,32 +66,32 @@ def _page(scores: Scores, every_table: list[Table], runs: Table) -> str:
             )
         sections.append(f'<h2>{_safe(workload.workload.name)}</h2><div class="charts">{"".join(boxes)}</div>')
     results = scores.results
-    notes = [f"{count(scores.missing, 'run')} of the comparison are not there yet."] if scores.missing else []
+    notes = [f"{count(scores.missing, 'run')} of the comparison are missing."] if scores.missing else []
     notes += _mixtures(results)
-    notes += sorted({result["data"]["note"] for result in results if result["data"].get("note")})
+    notes += sorted({result.data.note for result in results if result.data.note})
     return template.substitute(
         title=_safe(scores.spec.title),
         description=_safe(scores.spec.description),
         notes="".join(f'<p class="note">{_safe(note)}</p>' for note in notes),
         verdicts="".join(f"<li>{_safe(sentence(workload))}</li>" for workload in scores.workloads),
-        tables="".join(map(_table, every_table[:-1])),
+        tables="".join(_table(table) for name, table in every_table.items() if name != "rates"),
         sections="".join(sections),
-        rates=_table(every_table[-1]),
+        rates=_table(every_table["rates"]),
         runs=_table(runs),
         spec=_safe(scores.spec.text),
-        results=_json([{k: v for k, v in result.items() if k not in ("curve", "trace")} for result in results]),
+        results=_json([result.summary() for result in results]),
         figures=_json(figures),
         library=get_plotlyjs(),
     )
 
 
-def _mixtures(results: list[Result]) -> list[str]:
+def _mixtures(results: list[RunResult]) -> list[str]:
     """Runs that are compared should have been made alike."""
-    kinds = {
-        "commits of forwardtune": {(result["code"]["commit"], result["code"]["dirty"]) for result in results},
-        "versions of torch": {result["code"]["versions"]["torch"] for result in results},
-        "devices": {result["device"] for result in results},
-        "numbers of threads": {result["threads"] for result in results},
+    kinds: dict[str, set[object]] = {
+        "commits of forwardtune": {(result.code.commit, result.code.dirty) for result in results},
+        "versions of torch": {result.code.versions["torch"] for result in results},
+        "devices": {result.device for result in results},
+        "numbers of threads": {result.threads for result in results},
     }
     mixed = [what for what, kind in kinds.items() if len(kind) > 1]
     return [f"The runs were made with different {what}; see the table of runs." for what in mixed]

@@ -11,6 +11,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from forwardtune.experiments.intervals import Interval, Paired, bootstrap_mean
+from forwardtune.experiments.result import Json, RunResult, scores_to_json
 from forwardtune.experiments.scoring import (
     Acceleration,
     Contest,
@@ -19,11 +20,10 @@ from forwardtune.experiments.scoring import (
     WorkloadScore,
     acceleration,
     accuracy,
-    metric_of,
 )
 from forwardtune.experiments.summary import number
 
-UNKNOWN = dict.fromkeys(("mean", "std", "low", "high", "diverged"))
+UNKNOWN: Json = dict.fromkeys(("mean", "std", "low", "high", "diverged"))
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Table:
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    records: tuple[dict[str, Any], ...]
+    records: tuple[Json, ...]
     note: str = ""
 
     def markdown(self) -> str:
@@ -58,13 +58,14 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *rows])
 
 
-def tables(scores: Scores) -> list[Table]:
-    found = [_accuracy(scores), _loss(scores), _acceleration(scores), _contests(scores), _rates(scores)]
-    return [table for table in found if table.rows]
+def tables(scores: Scores) -> dict[str, Table]:
+    """Those that have something to show, by name."""
+    every = (_accuracy(scores), _loss(scores), _acceleration(scores), _contests(scores), _rates(scores))
+    return {table.name: table for table in every if table.rows}
 
 
 def _by_workload(
-    scores: Scores, name: str, title: str, note: str, cell: Callable[[MethodScore], tuple[str, dict[str, Any]]]
+    scores: Scores, name: str, title: str, note: str, cell: Callable[[MethodScore], tuple[str, Json]]
 ) -> Table:
     """Methods down, workloads across, as in the paper."""
     rows, records = [], []
@@ -83,17 +84,13 @@ def _by_workload(
 
 
 def _accuracy(scores: Scores) -> Table:
-    def cell(score: MethodScore) -> tuple[str, dict[str, Any]]:
-        found = accuracy(score)
-        if found is None:
+    def cell(score: MethodScore) -> tuple[str, Json]:
+        reached = accuracy(score)
+        if reached is None:
             return "runs missing", UNKNOWN
-        text = f"{100 * found.mean:.1f}" + (f" ± {100 * found.std:.1f}" if found.std is not None else "")
-        return text + _marks(score), {
-            "mean": found.mean,
-            "std": found.std,
-            **_ends(found.interval),
-            "diverged": found.diverged,
-        }
+        text = f"{100 * reached.mean:.1f}" + (f" ± {100 * reached.std:.1f}" if reached.std is not None else "")
+        ends = _ends(reached.interval)
+        return text + _marks(score), {"mean": reached.mean, "std": reached.std, **ends, "diverged": reached.diverged}
 
     return _by_workload(
         scores,
@@ -106,7 +103,7 @@ def _accuracy(scores: Scores) -> Table:
 
 
 def _loss(scores: Scores) -> Table:
-    def cell(score: MethodScore) -> tuple[str, dict[str, Any]]:
+    def cell(score: MethodScore) -> tuple[str, Json]:
         if score.best is None:
             return "runs missing", UNKNOWN
         losses = score.best.losses
@@ -132,10 +129,10 @@ def _acceleration(scores: Scores) -> Table:
     for i, other in enumerate(scores.spec.methods[1:], 1):
         cells = []
         for workload in scores.workloads:
-            found = acceleration(workload.methods[0], workload.methods[i])
-            cells.append(ratio_text(found))
-            record = {"workload": workload.workload.name, "over": other.title, "ratio": found.ratio}
-            records.append({**record, **_ends(found.interval), "reason": found.reason})
+            gain = acceleration(workload.methods[0], workload.methods[i])
+            cells.append(ratio_text(gain))
+            record = {"workload": workload.workload.name, "over": other.title, "ratio": gain.ratio}
+            records.append({**record, **_ends(gain.interval), "reason": gain.reason})
         rows.append((f"over {other.title}", *cells))
     return Table(
         "acceleration",
@@ -144,28 +141,28 @@ def _acceleration(scores: Scores) -> Table:
         tuple(rows),
         tuple(records),
         "The other method's whole budget of queries divided by the queries after which the method's training loss "
-        "first is where the other's ended, in brackets the 95% bootstrap interval over seeds. N/A: it never is there; "
-        "∞: a run of the other diverged. A ratio can be no larger than the number of evaluations.",
+        "first is where the other's ended, in brackets the 95% bootstrap interval over seeds. N/A: it never gets "
+        "there; ∞: a run of the other diverged. A ratio can be no larger than the number of evaluations.",
     )
 
 
-def ratio_text(found: Acceleration) -> str:
+def ratio_text(gain: Acceleration) -> str:
     def ratio(value: float) -> str:
         return "N/A" if value == 0 else "∞" if value == math.inf else f"{value:.1f}"
 
-    interval = f" [{ratio(found.interval.low)}, {ratio(found.interval.high)}]" if found.interval else ""
-    return ratio(found.ratio) + (interval if set(found.interval or ()) != {found.ratio} else "")
+    interval = f" [{ratio(gain.interval.low)}, {ratio(gain.interval.high)}]" if gain.interval else ""
+    return ratio(gain.ratio) + (interval if set(gain.interval or ()) != {gain.ratio} else "")
 
 
 def _contests(scores: Scores) -> Table:
     rows, records = [], []
     for workload in scores.workloads:
-        for found in workload.contests:
-            names = found.a.method.title, found.b.method.title
-            rows.append((workload.workload.name, f"{names[0]} - {names[1]}", *_contest_cells(found)))
-            for of, pair in (("training loss", found.loss), (f"test {workload.metric}", found.accuracy)):
+        for pair in workload.contests:
+            names = pair.a.method.title, pair.b.method.title
+            rows.append((workload.workload.name, f"{names[0]} - {names[1]}", *_contest_cells(pair)))
+            for of, paired in (("training loss", pair.loss), (f"test {workload.metric}", pair.accuracy)):
                 record = {"workload": workload.workload.name, "a": names[0], "b": names[1], "of": of}
-                numbers = {"mean": pair.mean, **_ends(pair.interval), "clear": pair.is_clear} if pair else {}
+                numbers = {"mean": paired.mean, **_ends(paired.interval), "clear": paired.is_clear} if paired else {}
                 records.append({**record, "mean": None, "low": None, "high": None, "clear": None, **numbers})
     return Table(
         "differences",
@@ -179,13 +176,13 @@ def _contests(scores: Scores) -> Table:
     )
 
 
-def _contest_cells(found: Contest) -> list[str]:
+def _contest_cells(contest: Contest) -> list[str]:
     cells = []
-    for pair, scale, less_is_better in ((found.loss, 1.0, True), (found.accuracy, 100.0, False)):
+    for pair, scale, less_is_better in ((contest.loss, 1.0, True), (contest.accuracy, 100.0, False)):
         if pair is None:
             cells += ["a run diverged", ""]
             continue
-        cells += [_difference(pair, scale), _verdict(pair, found, less_is_better)]
+        cells += [_difference(pair, scale), _verdict(pair, contest, less_is_better)]
     return cells
 
 
@@ -194,12 +191,12 @@ def _difference(pair: Paired, scale: float) -> str:
     return _signed(scale * pair.mean) + ends
 
 
-def _verdict(pair: Paired, found: Contest, less_is_better: bool) -> str:
+def _verdict(pair: Paired, contest: Contest, less_is_better: bool) -> str:
     if pair.interval is None:
         return "one seed"
     if not pair.is_clear:
         return "inside the noise"
-    return f"{(found.a if (pair.mean < 0) == less_is_better else found.b).method.title} ahead"
+    return f"{(contest.a if (pair.mean < 0) == less_is_better else contest.b).method.title} ahead"
 
 
 def _rates(scores: Scores) -> Table:
@@ -226,7 +223,7 @@ def _rates(scores: Scores) -> Table:
                 rows.append(cells)
                 record = {"workload": workload.workload.name, "method": score.method.title, "lr": rate.lr}
                 finite = {"mean_loss": mean if math.isfinite(mean) else None, "diverged": rate.diverged}
-                records.append({**record, **finite, "runs": len(rate.found), "best": rate is score.best})
+                records.append({**record, **finite, "runs": len(rate.finished), "best": rate is score.best})
     return Table(
         "rates",
         "Every rate",
@@ -262,7 +259,7 @@ def runs_table(workloads: Sequence[WorkloadScore]) -> Table:
     for workload in workloads:
         for score in workload.methods:
             for rate in score.rates:
-                for result in rate.found:
+                for result in rate.finished:
                     record = _run_record(workload, score, result)
                     records.append(record)
                     rows.append(_run_cells(record))
@@ -284,36 +281,36 @@ def runs_table(workloads: Sequence[WorkloadScore]) -> Table:
     return Table("runs", "Every run", header, tuple(rows), tuple(records))
 
 
-def _run_record(workload: WorkloadScore, score: MethodScore, result: Any) -> dict[str, Any]:
-    here, code = result["circumstances"], result["code"]
+def _run_record(workload: WorkloadScore, score: MethodScore, result: RunResult) -> Json:
+    here, code = result.circumstances, result.code
     return {
         "workload": workload.workload.name,
         "method": score.method.title,
-        "lr": result["run"]["lr"],
-        "seed": result["run"]["seed"],
-        "status": result["status"],
-        "reason": result["reason"],
-        "queries": result["queries"],
-        **result["final"],
-        "metric": metric_of(result),
-        "plateaus": result.get("plateaus", 0),
-        "seconds": here["seconds"],
-        "peak_memory": here["peak_memory"],
-        "sessions": here["sessions"],
-        "started": here["started"],
-        "finished": here["finished"],
-        "host": here["host"]["name"],
-        "cpu": here["host"]["cpu"],
-        "threads": result["threads"],
-        "device": result["device"],
-        **{f"{package}_version": version for package, version in code["versions"].items()},
-        "commit": code["commit"],
-        "dirty": code["dirty"],
-        "id": result["id"],
+        "lr": result.run.lr,
+        "seed": result.run.seed,
+        "status": result.status,
+        "reason": result.reason,
+        "queries": result.queries,
+        **scores_to_json(result.final),
+        "metric": result.metric,
+        "plateaus": result.plateaus,
+        "seconds": here.seconds,
+        "peak_memory": here.peak_memory,
+        "sessions": here.sessions,
+        "started": here.started,
+        "finished": here.finished,
+        "host": here.host.name,
+        "cpu": here.host.cpu,
+        "threads": result.threads,
+        "device": result.device,
+        **{f"{package}_version": version for package, version in code.versions.items()},
+        "commit": code.commit,
+        "dirty": code.dirty,
+        "id": result.id,
     }
 
 
-def _run_cells(record: dict[str, Any]) -> tuple[str, ...]:
+def _run_cells(record: Json) -> tuple[str, ...]:
     commit = (record["commit"] or "")[:8] + (" (changed)" if record["dirty"] else "")
     loss = "not finite" if record["train_loss"] is None else number(record["train_loss"])
     outcome = f"diverged: {record['reason']}" if record["status"] == "diverged" else record["status"]

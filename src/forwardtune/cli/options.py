@@ -1,0 +1,50 @@
+"""Options and small pieces that commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from forwardtune.cli.progress import JsonLines, Listener, Live, Quiet, TensorBoard
+from forwardtune.errors import ExperimentError
+
+console = Console(highlight=False, soft_wrap=True)
+
+SpecFile = Annotated[Path | None, typer.Argument(metavar="[SPEC]", help="A comparison in TOML.", show_default=False)]
+Preset = Annotated[str | None, typer.Option(help="One that ships, see `forwardtune presets`.", show_default=False)]
+Out = Annotated[Path | None, typer.Option(help="Folder of the results.", show_default="results/NAME")]
+Data = Annotated[
+    Path | None,
+    typer.Option(envvar="FORWARDTUNE_DATA", help="Folder with MNIST, CIFAR-10, GLUE, weights.", show_default=False),
+]
+Download = Annotated[bool, typer.Option("--download", help="Fetch data and weights that are missing.")]
+Device = Annotated[str | None, typer.Option(help="Where the runs are made.", show_default="a GPU if there is one")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, max=1024, help="Threads of a run.", show_default="so that all cores work")
+]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the noise and the batches.")]
+Silent = Annotated[bool, typer.Option("--quiet", "-q", help="Print the summary only.")]
+Json = Annotated[bool, typer.Option("--json", help="Print events as JSON, one per line.")]
+Board = Annotated[bool, typer.Option("--tensorboard", help="Also log to OUT/tensorboard.")]
+
+
+def listener_for(quiet: bool, as_json: bool, board: Path | None = None) -> Listener:
+    if quiet and as_json:
+        raise ExperimentError("choose one of --quiet and --json")
+    listener = JsonLines() if as_json else Quiet() if quiet else Live()
+    return TensorBoard(board, listener) if board else listener
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C ends the command with a sentence."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        Console(stderr=True, highlight=False).print("stopped; the same command resumes where it left off")
+        raise typer.Exit(130) from None

@@ -1,0 +1,264 @@
+"""What a run came to, typed: its evaluations, what its method saw, and where it comes from.
+
+Every type reads and writes the JSON of the store. There a number that is not finite is null; here it is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from statistics import fmean
+from typing import Any, TypeVar
+
+from forwardtune.record import StepRecord
+from forwardtune.tasks.task import DataFacts, Scores
+
+Json = dict[str, Any]
+"""A JSON object: what is read from a file or about to be written, and nothing else."""
+T = TypeVar("T")
+
+POINTS = 100
+"""Of a trace, at most."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The model after some steps, on fixed examples."""
+
+    step: int
+    queries: int
+    seconds: float
+    scores: Scores
+
+    def to_json(self) -> Json:
+        return {"step": self.step, "queries": self.queries, "seconds": self.seconds, **scores_to_json(self.scores)}
+
+    @staticmethod
+    def from_json(table: Json) -> Evaluation:
+        rest = {name: value for name, value in table.items() if name not in ("step", "queries", "seconds")}
+        return Evaluation(int(table["step"]), int(table["queries"]), float(table["seconds"]), scores_from_json(rest))
+
+
+def scores_to_json(scores: Scores) -> Json:
+    numbers = {"train_loss": scores.train_loss, "test_loss": scores.test_loss, **scores.metrics}
+    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+
+
+def scores_from_json(table: Json) -> Scores:
+    numbers = {name: math.nan if value is None else float(value) for name, value in table.items()}
+    return Scores(numbers.pop("train_loss"), numbers.pop("test_loss"), numbers)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """All evaluations of a run, column by column: `scores[i]` is after `queries[i]`."""
+
+    queries: tuple[int, ...]
+    scores: tuple[Scores, ...]
+
+    def column(self, name: str) -> list[float]:
+        """`train_loss`, `test_loss` or a metric."""
+        if name in ("train_loss", "test_loss"):
+            return [getattr(scores, name) for scores in self.scores]
+        return [scores.metrics[name] for scores in self.scores]
+
+    def to_json(self) -> Json:
+        rows = [scores_to_json(scores) for scores in self.scores]
+        return {"queries": list(self.queries), **{name: [row[name] for row in rows] for name in rows[0]}}
+
+    @staticmethod
+    def from_json(table: Json) -> Curve:
+        names = [name for name in table if name != "queries"]
+        rows = zip(*(table[name] for name in names), strict=True)
+        scores = tuple(scores_from_json(dict(zip(names, row, strict=True))) for row in rows)
+        return Curve(tuple(map(int, table["queries"])), scores)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What the method saw and did, in means over stretches of steps: None where a stretch has no value.
+
+    `alpha` is the distance moved, the size of t. A method without slopes has no gamma and sigma.
+    """
+
+    queries: tuple[int, ...] = ()
+    loss: tuple[float | None, ...] = ()
+    gamma: tuple[float | None, ...] = ()
+    sigma: tuple[float | None, ...] = ()
+    alpha: tuple[float | None, ...] = ()
+
+    def to_json(self) -> Json:
+        columns = {entry.name: list(getattr(self, entry.name)) for entry in fields(self)}
+        return {name: column for name, column in columns.items() if column or name == "queries"}
+
+    @staticmethod
+    def from_json(table: Json) -> Trace:
+        return Trace(**{name: tuple(column) for name, column in table.items()})
+
+
+class Tracer:
+    """Collects a trace step by step."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, float | None, float | None, float | None, float | None]] = []
+
+    def add(self, record: StepRecord | None) -> None:
+        if record is None:
+            return
+        seen: tuple[float | None, float | None, float | None] = (None, None, None)
+        if record.taken:
+            seen = None if record.gamma is None else abs(record.gamma), record.sigma, abs(record.t)
+        self._rows.append((record.queries, record.loss, *seen))
+
+    def trace(self) -> Trace:
+        size = math.ceil(len(self._rows) / POINTS) or 1
+        stretches = [self._rows[i : i + size] for i in range(0, len(self._rows), size)]
+        columns = [tuple(_mean([row[i] for row in stretch]) for stretch in stretches) for i in range(1, 5)]
+        queries = tuple(stretch[-1][0] for stretch in stretches)
+        return Trace(queries, *(column if any(column) else () for column in columns))
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return fmean(known) if known else None
+
+
+@dataclass(frozen=True)
+class Description:
+    """All that decides a run's outcome, and nothing else: no names, no other runs."""
+
+    workload: Mapping[str, object]
+    method: str
+    settings: Mapping[str, object]
+    lr: float
+    seed: int
+    decay: str
+    noise: int
+    rules: int
+
+
+@dataclass(frozen=True)
+class Base:
+    """The weights that the run started from: what decides them, and the digest of their file."""
+
+    id: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class Code:
+    """Versions, and the commit of the checkout if there is one, with whether its files have changed since."""
+
+    versions: Mapping[str, str]
+    commit: str | None
+    dirty: bool | None
+
+
+@dataclass(frozen=True)
+class Host:
+    name: str
+    cpu: str
+    cores: int | None
+    system: str
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What differs when the same run is made again: the machine, times (ISO 8601), sessions, bytes of peak memory."""
+
+    host: Host
+    started: str
+    finished: str
+    sessions: int
+    seconds: float
+    peak_memory: int
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A finished run. `reason` tells why it was given up, if it was; `metrics` come first to last in importance."""
+
+    id: str
+    title: str
+    run: Description
+    status: str
+    reason: str
+    queries: int
+    final: Scores
+    curve: Curve
+    trace: Trace
+    weights: int
+    data: DataFacts
+    base: Base
+    code: Code
+    device: str
+    threads: int
+    circumstances: Circumstances
+    metrics: tuple[str, ...] = field(default=("accuracy",))
+    plateaus: int = 0
+
+    @property
+    def diverged(self) -> bool:
+        return self.status == "diverged"
+
+    @property
+    def metric(self) -> str:
+        """What methods are compared by on the test set."""
+        return self.metrics[0]
+
+    @property
+    def score(self) -> float:
+        """The final value of that metric."""
+        return self.final.metrics[self.metric]
+
+    def summary(self) -> Json:
+        """All but the columns of numbers."""
+        data = asdict(self.data)
+        told = {name: data[name] for name in data if data[name] or name not in ("note", "majority")}
+        return {
+            "id": self.id,
+            "title": self.title,
+            "run": asdict(self.run),
+            "status": self.status,
+            "reason": self.reason,
+            "queries": self.queries,
+            "metrics": list(self.metrics),
+            "final": scores_to_json(self.final),
+            "plateaus": self.plateaus,
+            "weights": self.weights,
+            "data": told,
+            "base": asdict(self.base),
+            "code": asdict(self.code),
+            "device": self.device,
+            "threads": self.threads,
+            "circumstances": asdict(self.circumstances),
+        }
+
+    def to_json(self) -> Json:
+        return {**self.summary(), "curve": self.curve.to_json(), "trace": self.trace.to_json()}
+
+    @staticmethod
+    def from_json(table: Json) -> RunResult:
+        """Results of older versions lack `metrics` and `plateaus`, which then are what they always were."""
+        given = {entry.name: table[entry.name] for entry in fields(RunResult) if entry.name in table}
+        circumstances = given["circumstances"]
+        typed = {
+            "run": _known(Description, given["run"]),
+            "final": scores_from_json(given["final"]),
+            "curve": Curve.from_json(given["curve"]),
+            "trace": Trace.from_json(given["trace"]),
+            "data": _known(DataFacts, given["data"]),
+            "base": _known(Base, given["base"]),
+            "code": _known(Code, given["code"]),
+            "circumstances": _known(Circumstances, {**circumstances, "host": _known(Host, circumstances["host"])}),
+        }
+        if "metrics" in given:
+            typed["metrics"] = tuple(given["metrics"])
+        return RunResult(**{**given, **typed})
+
+
+def _known(kind: type[T], table: Json) -> T:
+    """The dataclass with what the table has of its fields."""
+    names = {entry.name for entry in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in table.items() if name in names})

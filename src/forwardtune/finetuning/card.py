@@ -1,0 +1,55 @@
+"""The model card: what was tuned, how, and what it came to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forwardtune.experiments.plan import Run
+from forwardtune.experiments.result import RunResult
+from forwardtune.tasks.texts.task import TextTask
+
+
+def card(run: Run, task: TextTask, result: RunResult) -> str:
+    """The model in a page of Markdown."""
+    workload = task.workload
+    name = Path(workload.weights).name
+    tuned = "all its weights" if workload.adapter == "none" else f"an adapter ({workload.adapter})"
+    rows = "\n".join(
+        f"| {metric} | {100 * result.curve.column(metric)[0]:.1f} | {100 * result.final.metrics[metric]:.1f} |"
+        for metric in task.metrics
+    )
+    majority = result.data.majority
+    always = f"\nAlways answering the majority class has an accuracy of {100 * majority:.1f}.\n" if majority else ""
+    examples = min(workload.test_examples or task.tests, task.tests)
+    settings = ", ".join(f"{key} {value}" for key, value in run.method.settings.items())
+    return f"""---
+library_name: {"peft" if workload.adapter != "none" else "transformers"}
+base_model: {workload.weights}
+tags: [forwardtune, text-classification]
+---
+
+# {name}, tuned to {workload.name}
+
+{name} with {tuned} tuned by forward passes only: {result.queries:,} queries of {run.method.method} on batches of
+{workload.batch} examples (lr {run.lr:g}, {settings}, {run.decay} decay, seed {run.seed}).
+
+On {examples:,} test examples (%):
+
+| | before | after |
+| --- | --- | --- |
+{rows}
+{always}
+It is asked by the setup "{task.language.setup_name}"{_question(task)}.
+
+```
+forwardtune predict --model . --text "..."
+```
+
+`run.ledger` is the run. The weights it started from and this file give the weights here, bit for bit.
+"""
+
+
+def _question(task: TextTask) -> str:
+    if not task.setup_words:
+        return ""
+    return f", the template {task.template!r} and the answers {', '.join(map(repr, task.setup_words))}"
