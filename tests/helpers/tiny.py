@@ -1,11 +1,9 @@
-"""Small models of language in folders, as from a hub, with random weights and a tokenizer of whole words."""
+"""Tiny language models in folders, as if from the Hub, with random weights and a tokenizer of whole words."""
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from forwardtune.integrations import huggingface  # noqa: F401  (makes transformers importable)
-
-import transformers  # isort: skip
+from forwardtune._compat.transformers import transformers
 
 TEXT = """
 a an the it was is film plot good great fine fun warm bad terrible dull cold sad no yes No Yes It Answer : . ? this
@@ -30,7 +28,7 @@ def tokenizer(pad=True, encoder=False):
 
 
 def causal(folder, pad=True):
-    """A Llama of 13,000 weights."""
+    """A Llama of 6,224 weights."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64,
@@ -72,15 +70,16 @@ GOOD, BAD, OTHER = ("good", "great", "fine", "fun", "warm"), ("bad", "terrible",
 
 
 def reviews(n=80, seed=0):
-    """Texts and labels: a good or a bad word among others."""
-    draw = torch.Generator().manual_seed(seed)
-
-    def one(words):
-        return words[int(torch.randint(len(words), (1,), generator=draw))]
-
-    found = []
+    """Texts and labels: a good or a bad word after others."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
     for i in range(n):
         label = ("neg", "pos")[i % 2]
-        words = [one(OTHER) for _ in range(1 + i % 9)] + [one(GOOD if label == "pos" else BAD)]
-        found.append({"text": " ".join(words), "label": label})
-    return found
+        words = [_draw(OTHER, generator) for _ in range(1 + i % 9)]
+        words.append(_draw(GOOD if label == "pos" else BAD, generator))
+        rows.append({"text": " ".join(words), "label": label})
+    return rows
+
+
+def _draw(words, generator):
+    return words[int(torch.randint(len(words), (1,), generator=generator))]

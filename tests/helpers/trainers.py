@@ -1,13 +1,12 @@
-"""A small model and data for tests of the Trainer; run as a command, it trains in several processes."""
+"""Small models and data for tests of the Trainer; run as a command, it trains in several processes."""
 
 import sys
 from pathlib import Path
 
 import torch
 
+from forwardtune._compat.transformers import transformers
 from forwardtune.integrations.huggingface import ForwardTrainer, ForwardTrainingArguments
-
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed  # isort: skip
 
 SIZE = {
     "vocab_size": 64,
@@ -22,23 +21,24 @@ SIZE = {
 
 
 def classifier(classes=2, seed=0, **config):
-    set_seed(seed)
-    return LlamaForSequenceClassification(LlamaConfig(**SIZE | {"num_labels": classes} | config)).double()
+    transformers.set_seed(seed)
+    config = transformers.LlamaConfig(**SIZE | {"num_labels": classes} | config)
+    return transformers.LlamaForSequenceClassification(config).double()
 
 
 def causal(seed=0, **config):
-    set_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**SIZE | config)).double()
+    transformers.set_seed(seed)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE | config)).double()
 
 
 def sentences(n=64, length=8, classes=2):
-    """Tokens, whose last tells the class."""
+    """Sequences of tokens, the last of which determines the class."""
     tokens = torch.randint(1, 64, (n, length), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": row, "labels": int(row[-1]) * classes // 64} for row in tokens]
 
 
 def ragged(n=64):
-    """Texts for a causal model: a different number of labels in each."""
+    """Texts for a causal model, with different numbers of labels."""
     rows = torch.randint(1, 64, (n, 10), generator=torch.Generator().manual_seed(1))
     hidden = torch.arange(n) % 7
     return [
@@ -55,6 +55,12 @@ def trainer(folder, model, data, *, micro=16, accumulation=1, objective="loss", 
     return ForwardTrainer(model, args, train_dataset=data, objective=objective, **more or {})
 
 
+def trained(folder, model, data, **settings):
+    """The weights after training."""
+    trainer(folder, model, data, **settings).train()
+    return weights(model)
+
+
 def weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
@@ -63,7 +69,7 @@ if __name__ == "__main__":
     folder, objective = Path(sys.argv[1]), sys.argv[2]
     model = classifier()
     made = trainer(folder, model, sentences(), micro=8, objective=objective, ledger=str(folder / "run.ledger"))
-    if made.accelerator.process_index:  # what another process starts from does not count
+    if made.accelerator.process_index:  # only the first process's weights count
         with torch.no_grad():
             model.model.norm.weight.add_(1.0)
     made.train()
