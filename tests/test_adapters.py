@@ -1,16 +1,16 @@
-"""peft's adapters under the Trainer, on bases that backpropagation would not do with."""
+"""peft's adapters under the Trainer, also on bases that backpropagation cannot go through."""
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import forwardtune as ft
+from forwardtune._compat.transformers import transformers
 from forwardtune.integrations.huggingface import footprint
 from tests.helpers import tiny
 from tests.helpers.trainers import causal, ragged, trainer
 
-import peft  # isort: skip
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig  # isort: skip
+import peft  # isort: skip  (imports transformers, which must have been made importable)
 
 CONFIGS = {
     "lora": lambda: peft.LoraConfig(task_type="CAUSAL_LM", r=2),
@@ -42,8 +42,8 @@ def test_adapters_train_and_the_base_stays(tmp_path, adapter):
 
 def test_a_base_of_eight_bits(tmp_path):
     folder = tiny.causal(tmp_path / "model")
-    base = AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True), device_map="cpu"
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True), device_map="cpu"
     )
     assert base.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
     model = adapted(base)
@@ -64,10 +64,11 @@ def test_a_base_of_bfloat16_or_made_for_inference(tmp_path, inference):
         model = adapted(base)
     tuned = [p for p in model.parameters() if p.requires_grad]
     assert {p.dtype for p in tuned} == {torch.float32}
-    before = [p.detach().clone() for p in tuned]
+    before, head = [p.detach().clone() for p in tuned], base.lm_head.weight.clone()
     trainer(tmp_path, model, ragged(), learning_rate=5.0).train()
     assert all(not torch.equal(p, q) for p, q in zip(tuned, before, strict=True))
     assert base.lm_head.weight.dtype == torch.bfloat16
+    assert torch.equal(base.lm_head.weight, head)
 
 
 def test_an_adapter_is_shared_as_its_start_and_a_ledger(tmp_path):
