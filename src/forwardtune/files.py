@@ -1,6 +1,6 @@
 """Files that exist whole or not at all, and locks that end with their process.
 
-Everything here raises `OSError`; `translated` turns it into an error of the caller's own that names the file.
+Everything here raises `OSError`, which `translated` turns into an error of the caller's own that names the file.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 from forwardtune.errors import ForwardTuneError
 
 Make = Callable[[Path], object]
-"""Writes a file at the path that it is given."""
+"""Writes a file at the given path."""
 
 
 def temporary(path: Path) -> Path:
-    """Where a file is written before it gets its name: in the same folder, hidden, this process's own."""
+    """Where a file is written before it gets its name: a hidden file of this process in the same folder."""
     return path.with_name(f".{path.name}.{os.getpid()}.new")
 
 
 def replace_file(path: Path, make: Make) -> None:
-    """Makes a file, or replaces the one that exists, in one instant."""
+    """Makes a file, or replaces the one that exists, atomically."""
     new = temporary(path)
     try:
         make(new)
@@ -36,19 +36,17 @@ def replace_file(path: Path, make: Make) -> None:
 
 
 def create_file(path: Path, make: Make) -> None:
-    """Makes a file in one instant; one that already exists is left alone, and is a `FileExistsError`."""
+    """Makes a file atomically; one that already exists is left alone, and raises a `FileExistsError`."""
     new = temporary(path)
     try:
         make(new)
         sync_file(new)
         try:
             os.link(new, path)
-        except FileExistsError:
-            raise
-        except OSError:  # a file system without links
+        except OSError:
             if path.exists():
                 raise FileExistsError(f"{path} already exists") from None
-            new.rename(path)
+            new.rename(path)  # a file system without links
     finally:
         new.unlink(missing_ok=True)
     sync_folder(path.parent)
@@ -77,9 +75,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def lock(descriptor: int) -> bool:
-    """Makes this process the only writer, if no other is; the system releases the lock when the process ends.
+    """Makes this process the only writer; false if another one is. The system releases the lock when the process ends.
 
-    Where the system has no such locks (Windows), an `ImportError`.
+    Raises an `ImportError` where the system has no such locks (Windows).
     """
     import fcntl
 
@@ -91,7 +89,7 @@ def lock(descriptor: int) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock, as far as the system can tell."""
+    """Whether a process holds the lock; false where the system cannot tell."""
     with open(path, "rb") as file, suppress(ImportError, OSError):
         import fcntl
 
@@ -104,7 +102,7 @@ def is_locked(path: Path) -> bool:
 
 @contextmanager
 def translated(error: type[ForwardTuneError], complaint: str) -> Iterator[None]:
-    """Failures of the file system as errors of ours: the complaint, then the system's reason in brackets."""
+    """Raises failures of the file system as errors of ours: the complaint, then the system's reason in brackets."""
     try:
         yield
     except OSError as reason:

@@ -1,4 +1,4 @@
-"""`forwardtune ledger`: look at recorded runs, check, replay, export and compare them."""
+"""`forwardtune ledger`: show, verify, replay, export and compare recorded runs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rich.text import Text
 from forwardtune import ledger as ledgers
 from forwardtune.record import StepRecord
 
-app = typer.Typer(help="Look at recorded runs, check, replay, export and compare them.", no_args_is_help=True)
+app = typer.Typer(help="Show, verify, replay, export and compare recorded runs.", no_args_is_help=True)
 
 File = Annotated[Path, typer.Argument(help="A ledger, live or exported.", show_default=False)]
-Until = Annotated[int | None, typer.Option(help="Only so many steps of the run.", show_default="all")]
+Until = Annotated[int | None, typer.Option(help="Stop at this step of the run.", show_default="the end")]
 
 console = Console(highlight=False)
 
@@ -29,67 +29,69 @@ console = Console(highlight=False)
 def show(
     file: File, steps: Annotated[int, typer.Option(min=0, help="How many of the last steps to list.")] = 5
 ) -> None:
-    """Tell what a ledger holds."""
+    """Show what a ledger holds: the run, its settings and its last steps."""
     run = ledgers.read(file)
-    header = run.header
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for group in header.groups:
-        settings = ", ".join(f"{name} {_number(group.settings[name])}" for name in group.numbers)
-        table.add_row("method" if group is header.groups[0] else "", _clean(f"{header.method} ({settings})"))
-    table.add_row(
-        "noise", f"{header.distribution}, seed {header.seed}, {_count(header.directions, 'direction')} a step"
-    )
-    dtypes = ", ".join(sorted({parameter.dtype for parameter in header.parameters}))
-    table.add_row("weights", f"{header.dimension:,} of {dtypes} in {_count(len(header.parameters), 'tensor')}")
-    table.add_row("made", _clean(f"{header.created} by forwardtune {header.version}"))
-    done = run.end - header.step
-    if done:
-        first, last = run.record(header.step), run.record(run.end - 1)
-        under_way = ", under way" if run.writing else ""
-        table.add_row("steps", f"{done:,}{under_way}" + (f", from step {header.step}" if header.step else ""))
-        table.add_row("queries", f"{last.queries - header.queries:,}")
-        table.add_row("loss", f"{first.loss:.6g} in the first step, {last.loss:.6g} in the last")
-        undone = sum(not run.record(step).taken for step in range(header.step, run.end))
-        if undone:
-            table.add_row("not taken", _count(undone, "step"))
-    else:
-        table.add_row("steps", "none yet")
-    table.add_row("size", f"{file.stat().st_size:,} bytes")
-    if run.damage:
-        table.add_row("damage", Text(f"{run.damage}; steps up to {run.end} are sound", "red"))
-    console.print(table)
-    if done and steps > 0:
+    console.print(_summary(run, file.stat().st_size))
+    if run.end > run.header.step and steps > 0:
         listing = Table("step", "loss", "probes", "t", box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for step in range(max(header.step, run.end - steps), run.end):
-            listing.add_row(*_cells(run.record(step)))
+        for record in run.records(max(run.header.step, run.end - steps)):
+            listing.add_row(*_cells(record))
         console.print()
         console.print(listing)
 
 
+def _summary(run: ledgers.RecordedRun, size: int) -> Table:
+    header, table = run.header, Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for group in header.groups:
+        settings = ", ".join(f"{name} {_number(group.settings[name])}" for name in group.numbers)
+        table.add_row("method" if group is header.groups[0] else "", _clean(f"{header.method} ({settings})"))
+    directions = f"{_count(header.directions, 'direction')} per step"
+    table.add_row("noise", f"{header.distribution}, seed {header.seed}, {directions}")
+    dtypes = ", ".join(sorted({parameter.dtype for parameter in header.parameters}))
+    table.add_row("weights", f"{header.dimension:,} of {dtypes} in {_count(len(header.parameters), 'tensor')}")
+    table.add_row("recorded", _clean(f"{header.created} by forwardtune {header.version}"))
+    if run.end == header.step:
+        table.add_row("steps", "none yet")
+    else:
+        first, last = run.record(header.step), run.record(run.end - 1)
+        under_way = ", under way" if run.writing else ""
+        start = f", from step {header.step}" if header.step else ""
+        table.add_row("steps", f"{run.end - header.step:,}{under_way}{start}")
+        table.add_row("queries", f"{last.queries - header.queries:,}")
+        table.add_row("loss", f"{first.loss:.6g} in the first step, {last.loss:.6g} in the last")
+        not_taken = sum(not record.taken for record in run.records())
+        if not_taken:
+            table.add_row("not taken", _count(not_taken, "step"))
+    table.add_row("size", f"{size:,} bytes")
+    if run.damage:
+        table.add_row("damage", Text(f"{run.damage}; the steps up to {run.end} are sound", "red"))
+    return table
+
+
 @app.command()
 def verify(file: File) -> None:
-    """Check every step of a ledger; the exit code is 1 if any is not sound."""
+    """Check every step of a ledger; the exit code is 1 if the file is damaged."""
     run = ledgers.read(file)
-    for step in range(run.header.step, run.end):
-        run.record(step)
+    for _ in run.records():  # each is checked when it is read
+        pass
     sound = f"steps {run.header.step} to {run.end - 1} are sound" if run.end > run.header.step else "it has no steps"
     if run.damage:
-        console.print(Text(f"damaged: {run.damage}; {sound}, what follows cannot be trusted", "red"), soft_wrap=True)
+        console.print(Text(f"damaged: {run.damage}; {sound}, the rest cannot be trusted", "red"), soft_wrap=True)
         raise typer.Exit(1)
-    console.print(f"[green]sound:[/] {sound}" + (" (and a run is writing it)" if run.writing else ""))
-    if run.state_end < run.end and run.left_buffers(run.end):
-        console.print(f"buffers are known after step {run.state_end} only", soft_wrap=True)
+    console.print(f"[green]sound:[/] {sound}" + (" (the run is under way)" if run.writing else ""))
+    if run.state_end < run.end and run.changed_buffers(run.end):
+        console.print(f"the model's buffers are known after step {run.state_end} only", soft_wrap=True)
 
 
 @app.command()
 def replay(
     file: File,
-    base: Annotated[Path, typer.Option(help="The base weights: a safetensors file, or a folder of them.")],
-    out: Annotated[Path, typer.Option(help="Where to write the tuned weights.")],
+    base: Annotated[Path, typer.Option(help="The base weights: a safetensors file or a folder of them.")],
+    out: Annotated[Path, typer.Option(help="The file or folder to write the tuned weights to.")],
     until: Until = None,
     backend: Annotated[str, typer.Option(help="What moves the weights: auto, numba or reference.")] = "auto",
 ) -> None:
-    """Make tuned weights from base weights and a ledger, bit for bit."""
+    """Reproduce the tuned weights, bit for bit, from the base weights and a ledger."""
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
         task = progress.add_task("replaying", total=1.0, visible=False)
@@ -108,10 +110,12 @@ def replay(
 @app.command()
 def export(
     file: File,
-    out: Annotated[Path | None, typer.Option(help="Where to write.", show_default="FILE with .safetensors")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write.", show_default="FILE with the ending .safetensors")
+    ] = None,
     until: Until = None,
 ) -> None:
-    """Make the small file that one sends to a colleague."""
+    """Write a small file to share, from which others can replay the run."""
     target = out or file.with_suffix(".safetensors")
     with _notes():
         ledgers.export(file, target, until=until)
@@ -120,29 +124,30 @@ def export(
 
 @app.command()
 def diff(a: File, b: File) -> None:
-    """Tell where two runs part; the exit code is 1 if they do."""
-    found = ledgers.diff(a, b)
-    for name, (one, other) in list(found.fields.items())[:10]:
+    """Show where two runs diverge; the exit code is 1 if they differ."""
+    difference = ledgers.diff(a, b)
+    for name, (one, other) in list(difference.fields.items())[:10]:
         console.print(_clean(f"{name}: {one} and {other}"), soft_wrap=True)
-    if len(found.fields) > 10:
-        console.print(f"and {len(found.fields) - 10} more fields of the header")
-    if found.a and found.b:
-        console.print(f"the runs part at step {found.step}:")
+    if len(difference.fields) > 10:
+        console.print(f"and {len(difference.fields) - 10} more fields of the header")
+    if difference.a and difference.b:
+        console.print(f"the runs diverge at step {difference.step}:")
         table = Table("", "step", "loss", "probes", "t", box=None, padding=(0, 2, 0, 0), header_style="dim")
-        table.add_row(_clean(str(a)), *_cells(found.a))
-        table.add_row(_clean(str(b)), *_cells(found.b))
+        table.add_row(_clean(str(a)), *_cells(difference.a))
+        table.add_row(_clean(str(b)), *_cells(difference.b))
         console.print(table)
-    elif found.ends[0] != found.ends[1]:
-        console.print(f"the runs go the same way as far as both go: to step {found.ends[0]} and to {found.ends[1]}")
-    elif not found:
+    elif difference.ends[0] != difference.ends[1]:
+        ends = " and ".join(f"step {end}" for end in difference.ends)
+        console.print(f"one run is the beginning of the other: they end at {ends}")
+    elif not difference:
         console.print("the runs are the same")
-    if found:
+    if difference:
         raise typer.Exit(1)
 
 
 @contextmanager
 def _notes() -> Iterator[None]:
-    """Tells warnings as sentences."""
+    """Prints warnings as notes."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -164,7 +169,7 @@ def _number(value: float) -> str:
 
 
 def _clean(text: str) -> Text:
-    """What comes from a file is shown as it is, but for what is no character."""
+    """Text from a file, without markup and with a question mark for each character that cannot be printed."""
     return Text("".join(c if c.isprintable() else "?" for c in text))
 
 

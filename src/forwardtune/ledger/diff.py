@@ -1,4 +1,4 @@
-"""Where two runs part."""
+"""Where two runs diverge."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from forwardtune.ledger.export import read
 from forwardtune.ledger.format import Header
+from forwardtune.ledger.reader import read
 from forwardtune.record import StepRecord
 
-UNLIKE = ("created", "version", "max_nonfinite", "fsync", "checkpoint_every")
-"""What says nothing about the weights."""
+IGNORED = ("created", "version", "max_nonfinite", "fsync", "checkpoint_every")
+"""Fields of the header that have no influence on the weights."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs: fields of the header, the first step at which the runs part, and how many steps each has.
+    """How two runs differ; false if they do not.
 
-    `step` is None if one run is the beginning of the other. `a` and `b` are what the runs did there.
+    fields: the fields of the header that differ, with both values.
+    step: the first step at which the runs diverge; None if one run is the beginning of the other.
+    a, b: what the runs did in that step.
+    ends: the step at which each run ends.
     """
 
     fields: dict[str, tuple[object, object]]
@@ -33,7 +36,7 @@ class Difference:
 
 
 def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference:
-    """Compares two ledgers, of either kind, step by step: the places the weights went to, not the losses."""
+    """Compares two ledgers, live or exported, step by step: where the weights went, not the losses."""
     runs = read(a), read(b)
     fields = _fields(runs[0].header, runs[1].header)
     start, ends = max(run.header.step for run in runs), tuple(run.end for run in runs)
@@ -46,7 +49,7 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference:
 
 def _fields(a: Header, b: Header) -> dict[str, tuple[object, object]]:
     one, other = (dict(_flat(asdict(header))) for header in (a, b))
-    names = [name for name in {**one, **other} if name.split(".")[0] not in UNLIKE]
+    names = [name for name in {**one, **other} if name.split(".")[0] not in IGNORED]
     return {name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)}
 
 

@@ -1,4 +1,4 @@
-"""Fingerprints of weights (SHA-256): no run is applied to weights that it did not start from."""
+"""Fingerprints of weights (SHA-256), so that no run is applied to weights that it did not start from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 PIECE = 1 << 24
-"""Elements of a tensor that are looked at in one go; a strided or remote tensor is copied piece by piece."""
+"""A strided tensor is copied in pieces of at most so many elements."""
 
 
 def digest(tensor: Tensor) -> str:
@@ -27,7 +27,7 @@ def digests(tensors: Iterable[Tensor]) -> list[str]:
 
 
 def combined(parts: Iterable[str]) -> str:
-    """One fingerprint for all."""
+    """One fingerprint of several."""
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:32]
 
 

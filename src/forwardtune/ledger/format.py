@@ -1,10 +1,10 @@
-"""What a ledger says: the header, and the numbers of a step.
+"""The contents of a ledger: the header, the numbers of a step, and the checksum of an exported file.
 
 The header describes the run and the weights it started from. A step is packed as little-endian float64 numbers:
 
     kind, queries so far, the numeric settings of each group,
     then for each probe its direction, loss and offset in each group,
-    then, if the step was taken, the stand in each direction and group
+    then, if the step was taken, the offset it moved to in each direction and group
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from __future__ import annotations
 import json
 import math
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from forwardtune.errors import InvalidArgumentError, LedgerError
@@ -28,8 +30,12 @@ from forwardtune.record import LineRecord, StepRecord
 
 SCHEMA = 1
 TAKEN, NOT_TAKEN, RAISED = 0, 1, 2
-LEFT, BUFFERS = 4, 8
-"""Added to the kind of a step that left another state behind than the step before, and if buffers are part of it."""
+NEW_STATE, WITH_BUFFERS = 4, 8
+"""Added to the kind of a step that changed the run's state, and of one whose state includes buffers."""
+
+EXPORT_FORMAT = "forwardtune ledger"
+Column = np.ndarray[Any, Any]
+"""One number per step of an exported run, or a single one if it never changes."""
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
@@ -42,7 +48,7 @@ DTYPES = tuple(map(dtype_name, chunks.DTYPES))
 
 @dataclass(frozen=True)
 class Parameter:
-    """A tensor that the run moves: its names in the model, its number and group in the noise, and what it held."""
+    """A tensor that the run moves: its names in the model, its number in the noise, its group, and its fingerprint."""
 
     names: tuple[str, ...]
     number: int
@@ -54,9 +60,9 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Group:
-    """A parameter group: its tensors' names (also of those that do not move), its settings and what it remembers.
+    """A parameter group: its tensors' names (including those that do not move), its settings and its memory.
 
-    `labels` are the names that the optimizer was given, if any.
+    `labels` are the names that were passed to the optimizer, if any.
     """
 
     names: tuple[str, ...]
@@ -66,13 +72,17 @@ class Group:
 
     @property
     def numbers(self) -> list[str]:
-        """The settings whose values every step has; others are recorded when they change."""
+        """The numeric settings, which are recorded with every step; others only when they change."""
         return [name for name, value in self.settings.items() if type(value) in (int, float)]
 
 
 @dataclass(frozen=True)
 class Header:
-    """A run as it began; `frozen` is the fingerprint of the model's parameters that do not move."""
+    """A run at its start; `step` is the number of its first step.
+
+    `frozen` is the fingerprint of the model's parameters that do not move, `noise` the version of the noise, `version`
+    the release of forwardtune and `created` the time at which the recording started.
+    """
 
     method: str
     defaults: Mapping[str, Any]
@@ -94,7 +104,7 @@ class Header:
 
     @property
     def dimension(self) -> int:
-        """How many weights move."""
+        """The number of weights that move."""
         return sum(math.prod(parameter.shape) for parameter in self.parameters)
 
     def to_json(self) -> str:
@@ -102,19 +112,19 @@ class Header:
 
     @classmethod
     def from_json(cls, text: str) -> Header:
-        """The header of a file that may come from anyone."""
+        """The header, checked, since the file may come from anyone."""
         try:
-            values = {name: frozen(value) for name, value in json.loads(text).items()}
+            values = {name: immutable(value) for name, value in json.loads(text).items()}
             values["groups"] = tuple(Group(**group) for group in values["groups"])
             values["parameters"] = tuple(Parameter(**parameter) for parameter in values["parameters"])
             header = cls(**values)
             header._check()
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-            raise LedgerError(f"the ledger's header makes no sense ({error})") from error
+            raise LedgerError(f"the ledger's header is invalid ({error}); get an undamaged copy of the file") from error
         if header.noise != NOISE_VERSION:
             raise LedgerError(
-                f"the run was made with noise version {header.noise}, and this forwardtune makes version "
-                f"{NOISE_VERSION}; install the release that made it ({header.version})"
+                f"the run was made with noise version {header.noise}, and this release of forwardtune has version "
+                f"{NOISE_VERSION}; install release {header.version}, which recorded the run"
             )
         return header
 
@@ -124,7 +134,7 @@ class Header:
         check_number("direction", self.directions - 1)
         _require(self.distribution in DISTRIBUTIONS, f"distribution {self.distribution!r}")
         _require(self.groups and self.parameters, "no parameters")
-        _require(len({p.number for p in self.parameters}) == len(self.parameters), "a parameter number twice")
+        _require(len({p.number for p in self.parameters}) == len(self.parameters), "duplicate parameter numbers")
         _require(all(type(n) is int for n in (self.queries, self.nonfinite, self.max_nonfinite)), "counters")
         _require(all(isinstance(text, str) for text in (self.method, self.version, self.created)), "texts")
         _require(isinstance(self.defaults, dict), f"defaults {self.defaults!r}")
@@ -141,31 +151,31 @@ class Header:
             _require(p.dtype in DTYPES, f"dtype {p.dtype!r}")
 
 
-def _require(condition: object, complaint: str = "") -> None:
+def _require(condition: object, complaint: str) -> None:
     if not condition:
         raise ValueError(complaint)
 
 
-def frozen(value: Any) -> Any:
-    """JSON's lists as tuples, all the way down: what a search remembers is immutable."""
+def immutable(value: Any) -> Any:
+    """JSON with tuples for its lists, at all levels: a search's memory holds immutable values."""
     if isinstance(value, list):
-        return tuple(frozen(item) for item in value)
+        return tuple(immutable(item) for item in value)
     if isinstance(value, dict):
-        return {key: frozen(item) for key, item in value.items()}
+        return {key: immutable(item) for key, item in value.items()}
     return value
 
 
 class Row(NamedTuple):
-    """A step as it is stored; `settings` has those that changed since the step before and are no numbers of `pack`."""
+    """A step as it is stored: its packed numbers, and the other settings as JSON if they have changed."""
 
     numbers: bytes
     settings: str | None = None
 
 
-def pack(record: StepRecord, left: int, settings: Sequence[float]) -> bytes:
-    """The numbers of a step; `left` (LEFT and BUFFERS) says what it left behind."""
+def pack(record: StepRecord, flags: int, settings: Sequence[float]) -> bytes:
+    """The numbers of a step; `flags` (NEW_STATE, WITH_BUFFERS) tell about the state after it."""
     kind = TAKEN if record.taken else RAISED if record.raised else NOT_TAKEN
-    numbers: list[float] = [kind + left, record.queries]
+    numbers: list[float] = [kind + flags, record.queries]
     numbers += settings
     for direction, groups in enumerate(record.lines):
         for i, loss in enumerate(groups[0].losses):
@@ -175,51 +185,60 @@ def pack(record: StepRecord, left: int, settings: Sequence[float]) -> bytes:
     return struct.pack(f"<{len(numbers)}d", *numbers)
 
 
-def left_behind(blob: bytes, what: int = LEFT) -> bool:
-    """Whether a packed step left another state behind than the step before, or (BUFFERS) buffers in it."""
-    kind = struct.unpack_from("<d", blob)[0] if len(blob) >= 8 else 0.0
-    return 0 <= kind < 2 * BUFFERS and bool(int(kind) & what)
+def has_flag(packed: bytes, flag: int) -> bool:
+    """Whether a packed step has the flag NEW_STATE or WITH_BUFFERS."""
+    kind = struct.unpack_from("<d", packed)[0] if len(packed) >= 8 else 0.0
+    return 0 <= kind < 2 * WITH_BUFFERS and bool(int(kind) & flag)
 
 
-def unpack(step: int, blob: bytes, header: Header) -> tuple[StepRecord, list[dict[str, float]]]:
+def unpack(step: int, packed: bytes, header: Header) -> tuple[StepRecord, list[dict[str, float]]]:
     """The record of a packed step, without what only the method knows (gamma, sigma), and each group's numbers."""
     groups, directions = len(header.groups), header.directions
     try:
-        kind, queries, *rest = struct.unpack(f"<{len(blob) // 8}d", blob)
+        kind, queries, *rest = struct.unpack(f"<{len(packed) // 8}d", packed)
         settings = []
         for group in header.groups:
             names = group.numbers
             values, rest = rest[: len(names)], rest[len(names) :]
             settings.append({n: _like(group.settings[n], value) for n, value in zip(names, values, strict=True)})
-        _require(0 <= kind < 2 * BUFFERS and kind % LEFT in (TAKEN, NOT_TAKEN, RAISED))
-        taken = kind % LEFT == TAKEN
+        _require(0 <= kind < 2 * WITH_BUFFERS and kind % NEW_STATE in (TAKEN, NOT_TAKEN, RAISED), f"kind {kind:g}")
+        taken = kind % NEW_STATE == TAKEN
         split = len(rest) - directions * groups if taken else len(rest)
-        _require(split >= 0 and split % (2 + groups) == 0)
+        _require(split >= 0 and split % (2 + groups) == 0, f"{len(rest)} numbers")
         probes = [rest[i : i + 2 + groups] for i in range(0, split, 2 + groups)]
-        stands = [rest[i : i + groups] for i in range(split, len(rest), groups)] or [[0.0] * groups] * directions
+        targets = [rest[i : i + groups] for i in range(split, len(rest), groups)] or [[0.0] * groups] * directions
         lines: list[tuple[LineRecord, ...]] = []
         for direction, own in groupby(probes, key=itemgetter(0)):
-            _require(direction == len(lines) < directions)
+            _require(direction == len(lines) < directions, f"direction {direction:g}")
             _, losses, *offsets = zip(*own, strict=True)
-            pairs = zip(offsets, stands[len(lines)], strict=True)
+            pairs = zip(offsets, targets[len(lines)], strict=True)
             lines.append(tuple(LineRecord(o, losses, t) for o, t in pairs))
-        _require(len(lines) == directions or not taken)
-        record = StepRecord.of(step, lines, queries=int(queries), taken=taken, raised=kind % LEFT == RAISED)
+        _require(len(lines) == directions or not taken, f"{len(lines)} of {directions} directions")
+        record = StepRecord.of(step, lines, queries=int(queries), taken=taken, raised=kind % NEW_STATE == RAISED)
     except (struct.error, ValueError, OverflowError) as error:
-        raise LedgerError(f"step {step} of the ledger makes no sense") from error
+        complaint = f"step {step} of the ledger is invalid ({error}); get an undamaged copy of the file"
+        raise LedgerError(complaint) from error
     return record, settings
 
 
 def _like(example: Any, value: float) -> float:
-    """An integer where the run began with one."""
+    """An integer if the setting was one at the start of the run."""
     return int(value) if isinstance(example, int) and value.is_integer() else value
 
 
 def dump(value: Any) -> str:
-    """Settings, or what a search remembers, as JSON."""
+    """Settings, or a search's memory, as JSON."""
     try:
         return json.dumps(value, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(
-            f"what a search remembers must be numbers, texts and tuples of them to be recorded: {error}"
+            f"a ledger can record a search's memory only if it holds numbers, strings and tuples of them: {error}"
         ) from None
+
+
+def checksum(columns: Mapping[str, Column], metadata: Mapping[str, str]) -> int:
+    """The CRC-32 of all that is in an exported file."""
+    crc = zlib.crc32(json.dumps([metadata[key] for key in sorted(metadata) if key != "crc"]).encode())
+    for name in sorted(columns):
+        crc = zlib.crc32(columns[name].tobytes(), zlib.crc32(f"{name} {columns[name].dtype}".encode(), crc))
+    return crc

@@ -4,12 +4,12 @@ The journal is a magic word and records, each framed as
 
     length, a check of the length, CRC-32 (little-endian uint32), payload
 
-The CRC is that of the payload and of all payloads before it. The first byte of a payload tells what it is: the header
-(JSON), a step, the settings that changed before the step that follows (JSON), or an anchor (JSON). A step is in the
-hands of the operating system when `append` returns; `fsync` tells when it is on the disk. Whatever cuts or changes the
-file, its records up to the first that is not sound are the run up to there.
+The CRC covers the payload and all payloads before it. The first byte of a payload tells its kind: the header (JSON), a
+step, the settings that changed before the step that follows (JSON), or an anchor (JSON). When `append` returns, the
+operating system has the step; `fsync` says when it is forced to the disk. However the file is cut or changed, its
+records up to the first that is not sound are the run up to that step.
 
-What a run leaves behind beside its weights is not in the journal but in two slots; see `slots`.
+The run's state is not in the journal but in two files beside it; see `states`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from weakref import WeakSet
 from forwardtune.errors import LedgerError
 from forwardtune.files import create_file, lock, translated
 from forwardtune.ledger.format import SCHEMA, Row
-from forwardtune.ledger.states import State, pack_slot, slot_paths
+from forwardtune.ledger.states import State, pack_states, state_paths
 
 Fsync = int | Literal["timed", "never"]
 TIMED = 5.0
-"""Seconds after which the next step is synced, under the policy "timed"."""
+"""Under the policy "timed", the first step is synced that comes so many seconds after the last sync."""
 
 MAGIC = b"forwardtune journal\0"
 FRAME = struct.Struct("<III")
@@ -43,7 +43,7 @@ HEADER, STEP, SETTINGS, ANCHOR = b"H", b"S", b"C", b"A"
 
 @dataclass(frozen=True)
 class Anchor:
-    """The fingerprint of all weights after so many steps, and whether they were saved."""
+    """The fingerprint of all weights once `step` steps are done, and whether they were saved as a checkpoint."""
 
     step: int
     digest: str
@@ -52,60 +52,61 @@ class Anchor:
 
 @dataclass
 class Contents:
-    """What a file holds: all that is sound, how far it reaches, and what is wrong with the rest."""
+    """The sound part of a journal, and what is wrong with the rest, if anything."""
 
     header: str = ""
     rows: list[Row] = field(default_factory=list)
     anchors: list[Anchor] = field(default_factory=list)
     marks: list[tuple[int, int]] = field(default_factory=list)
-    """The size and the CRC of the file up to its header, and up to each step with what follows it."""
+    """The size and the CRC of the file up to its header, then up to each step and the anchors that follow it."""
     damage: str | None = None
 
     @property
     def identity(self) -> int:
-        """What tells this run's states from those of another that was here before."""
+        """Distinguishes this run's states from those of an earlier run with the same path."""
         return self.marks[0][1]
 
 
 class Journal:
-    """A file that is open for writing."""
+    """A journal that is open for writing, with its two state files."""
 
     def __init__(self, path: Path, fsync: Fsync) -> None:
         self.path, self.fsync, self.is_open = path, fsync, False
-        self._since, self._synced = 0, time.monotonic()
+        self._unsynced, self._synced_at = 0, time.monotonic()
         with translated(LedgerError, f"{path} cannot be opened for writing"):
-            self._file, self._slots = os.open(path, os.O_RDWR), []
+            self._file, self._state_files = os.open(path, os.O_RDWR), []
             try:
                 _lock(self._file, path)
-                for slot in slot_paths(path):
-                    self._slots.append(os.open(slot, os.O_RDWR | os.O_CREAT, 0o666))
+                for state_path in state_paths(path):
+                    self._state_files.append(os.open(state_path, os.O_RDWR | os.O_CREAT, 0o666))
             except BaseException:
                 self.disown()
                 raise
-        self._slot = 0
-        self._dirty: set[int] = set()
+        self.latest_state = 0
+        """Which state file holds the latest state; the other is overwritten next."""
+        self._unsynced_states: set[int] = set()
         self.is_open = True
         _writers.add(self)
 
     @staticmethod
     def create(path: Path, header: str, fsync: Fsync) -> Journal:
-        """Makes a file that is there with its whole header or not at all."""
+        """Makes a file that exists with its whole header or not at all."""
         first, _ = frame(HEADER + bytes([SCHEMA]) + header.encode(), 0)
         with translated(LedgerError, f"{path} cannot be created"):
             create_file(path, lambda new: new.write_bytes(MAGIC + first))
-        store = Journal(path, fsync)
-        store.contents()
-        return store
+        journal = Journal(path, fsync)
+        journal.contents()
+        return journal
 
     def contents(self) -> Contents:
-        """All that is in the file; the next record goes behind what is sound."""
-        contents = read(self.path)
+        """Reads the file; the next record is written after the last sound one."""
+        contents = read_journal(self.path)
         self._identity = contents.identity
         self._end, self._crc = contents.marks[-1]
         return contents
 
     def append(self, rows: Sequence[Row], step: int, states: Sequence[State] = ()) -> None:
-        """Adds steps, the last of which is `step`, and what that one left behind."""
+        """Adds steps, the last of which is `step`, and the run's state after it if that has changed."""
         crc, frames = self._crc, b""
         for numbers, settings in rows:
             if settings:
@@ -113,20 +114,20 @@ class Journal:
                 frames += framed
             framed, crc = frame(STEP + numbers, crc)
             frames += framed
-        older = 1 - self._slot
+        older = 1 - self.latest_state
         if states:
-            self._dirty.add(older)
-            self._put(self._slots[older], pack_slot(self._identity, step, states), 0)
-        self._write(frames, crc, self._due(len(rows)))
+            self._unsynced_states.add(older)
+            self._put(self._state_files[older], pack_states(self._identity, step, states), 0)
+        self._write(frames, crc, self._is_sync_due(len(rows)))
         if states:
-            self._slot = older
+            self.latest_state = older
 
     def anchor(self, anchor: Anchor) -> None:
         text = json.dumps([anchor.step, anchor.digest, anchor.checkpoint])
         self._write(*frame(ANCHOR + text.encode(), self._crc))
 
     def _write(self, frames: bytes, crc: int, sync: bool = False) -> None:
-        """Adds to the journal, all or nothing."""
+        """Adds to the journal all of the frames or none."""
         try:
             self._put(self._file, frames, self._end)
             if sync:
@@ -137,34 +138,30 @@ class Journal:
             raise
         self._crc, self._end = crc, self._end + len(frames)
 
-    def _put(self, descriptor: int, data: bytes, at: int) -> None:
+    def _put(self, descriptor: int, data: bytes, start: int) -> None:
         if not self.is_open:
-            raise LedgerError(f"{self.path} is closed, or belongs to the process that this one was forked from")
+            raise LedgerError(f"{self.path} is closed, or is written by the process that this one was forked from")
         try:
-            done = os.pwrite(descriptor, data, at)
-            while done < len(data):  # a large state, or no room for all
-                done += os.pwrite(descriptor, data[done:], at + done)
+            done = os.pwrite(descriptor, data, start)
+            while done < len(data):  # a large state, or a full disk
+                done += os.pwrite(descriptor, data[done:], start + done)
         except OSError as error:
             raise LedgerError(
                 f"{self.path} cannot be written ({error}). The step is undone and nothing recorded is lost; "
-                "see to the disk and try again"
+                "make room on the disk and try again"
             ) from error
 
-    def use_slot(self, number: int) -> None:
-        """This slot holds the latest states: it will be overwritten last."""
-        self._slot = number
-
     def sync(self) -> None:
-        """Forces all to the disk, states first."""
+        """Forces everything to the disk, states first."""
         with translated(LedgerError, f"{self.path} cannot be forced to the disk"):
-            for number in self._dirty:
-                os.fsync(self._slots[number])
-            self._dirty.clear()
+            for number in self._unsynced_states:
+                os.fsync(self._state_files[number])
+            self._unsynced_states.clear()
             os.fsync(self._file)
-        self._since, self._synced = 0, time.monotonic()
+        self._unsynced, self._synced_at = 0, time.monotonic()
 
     def cut(self, mark: tuple[int, int]) -> None:
-        """Removes what is behind a mark; it has been read and is not needed, or was never finished."""
+        """Removes everything after a mark."""
         with translated(LedgerError, f"{self.path} cannot be written"):
             os.ftruncate(self._file, mark[0])
         self._end, self._crc = mark
@@ -178,9 +175,9 @@ class Journal:
                 self.disown()
 
     def disown(self) -> None:
-        """Gives the files up as they are."""
+        """Closes the files as they are, which releases the lock."""
         self.is_open = False
-        for descriptor in (self._file, *self._slots):
+        for descriptor in (self._file, *self._state_files):
             os.close(descriptor)
         _writers.discard(self)
 
@@ -188,11 +185,11 @@ class Journal:
         if getattr(self, "is_open", False):
             self.disown()
 
-    def _due(self, rows: int) -> bool:
-        self._since += rows
+    def _is_sync_due(self, rows: int) -> bool:
+        self._unsynced += rows
         if self.fsync == "timed":
-            return time.monotonic() - self._synced >= TIMED
-        return self.fsync != "never" and self._since >= self.fsync
+            return time.monotonic() - self._synced_at >= TIMED
+        return self.fsync != "never" and self._unsynced >= self.fsync
 
 
 def frame(payload: bytes, crc: int) -> tuple[bytes, int]:
@@ -202,12 +199,12 @@ def frame(payload: bytes, crc: int) -> tuple[bytes, int]:
 
 
 def _check(length: int) -> int:
-    """Changes in many bits if the length does in one: so a file that was cut is told from one that was changed."""
+    """Changes in many bits if the length changes in one, which distinguishes a file that was cut from a damaged one."""
     return length * 0x9E3779B1 & FULL ^ FULL
 
 
-def read(path: Path) -> Contents:
-    """What a live file holds, whether or not a run is writing it."""
+def read_journal(path: Path) -> Contents:
+    """The contents of a live file, whether or not a run is writing it."""
     with translated(LedgerError, f"{path} cannot be read"):
         data = path.read_bytes()
     if not data.startswith(MAGIC):
@@ -216,12 +213,12 @@ def read(path: Path) -> Contents:
     settings = None
     end, crc = len(MAGIC), 0
     while True:
-        payload, crc, complaint = _next(data, end, crc)
+        start = end
+        payload, crc, contents.damage = _payload(data, start, crc)
         if payload is None:
-            contents.damage = complaint
             break
         kind, body = payload[:1], payload[1:]
-        end += FRAME.size + len(payload)
+        end = start + FRAME.size + len(payload)
         try:
             if kind == HEADER and not contents.header:
                 _check_schema(body[0], path)
@@ -238,30 +235,30 @@ def read(path: Path) -> Contents:
                 contents.anchors.append(Anchor(int(step), str(digest), bool(checkpoint)))
                 contents.marks[-1] = end, crc
             else:
-                raise ValueError(f"a record of kind {kind!r}")
+                raise ValueError(f"unknown kind {kind!r}")
         except (ValueError, TypeError, IndexError, OverflowError, RecursionError) as error:
-            contents.damage = str(error)
+            contents.damage = f"the record at byte {start} is invalid ({error})"
             break
         settings = None
     if not contents.header:
-        raise LedgerError(f"the header of {path} is damaged, so nothing in it can be used; remove it and begin again")
+        raise LedgerError(f"the header of {path} is damaged, so nothing in it can be used; remove it and start again")
     return contents
 
 
-def _next(data: bytes, at: int, crc: int) -> tuple[bytes | None, int, str | None]:
-    """The payload at a place, if it is sound; if it is not, what is wrong unless it was just never finished."""
-    rest = len(data) - at
+def _payload(data: bytes, start: int, crc: int) -> tuple[bytes | None, int, str | None]:
+    """The next payload if it is sound, and the CRC up to it; if it is damaged rather than unfinished, a complaint."""
+    rest = len(data) - start
     if rest < FRAME.size:
         return None, crc, None
-    length, check, claimed = FRAME.unpack_from(data, at)
+    length, check, claimed = FRAME.unpack_from(data, start)
     if check != _check(length):
-        unwritten = not any(data[at:])  # blocks that were allocated when the machine went down
-        return None, crc, None if unwritten else f"the record at byte {at} is damaged"
+        unwritten = not any(data[start:])  # blocks that were allocated when the machine went down
+        return None, crc, None if unwritten else f"the record at byte {start} is damaged"
     if length > rest - FRAME.size:
         return None, crc, None
-    payload = data[at + FRAME.size : at + FRAME.size + length]
+    payload = data[start + FRAME.size : start + FRAME.size + length]
     if not payload or zlib.crc32(payload, crc) != claimed:
-        return None, crc, f"the record at byte {at} is damaged"
+        return None, crc, f"the record at byte {start} is damaged"
     return payload, claimed, None
 
 
@@ -271,14 +268,14 @@ def _check_schema(schema: int, path: Path) -> None:
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    """Makes this process the only writer."""
+    """Makes this process the only writer, or raises an error."""
     try:
-        alone = lock(descriptor)
+        is_only_writer = lock(descriptor)
     except ImportError:
-        raise LedgerError("ledgers are written on Linux and macOS only, for the lock that they need") from None
-    if not alone:
+        raise LedgerError("a ledger needs file locks, which this system lacks: record on Linux or macOS") from None
+    if not is_only_writer:
         raise LedgerError(
-            f"{path} is being written by another run; wait for it to end, stop it, or, if it is one of this process, "
+            f"{path} is being written by another run; wait for it to end or stop it; if it is in this process, "
             "close its ledger (optimizer.recorder.close())"
         )
 
@@ -287,9 +284,9 @@ _writers: WeakSet[Journal] = WeakSet()
 
 
 def _disown() -> None:
-    """In a forked child, which would keep the lock when its parent has crashed."""
-    for store in list(_writers):
-        store.disown()
+    """In a forked child, which would otherwise keep the lock after its parent has crashed."""
+    for journal in list(_writers):
+        journal.disown()
 
 
 if hasattr(os, "register_at_fork"):

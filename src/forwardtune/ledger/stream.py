@@ -18,16 +18,16 @@ from torch import Tensor
 
 from forwardtune.errors import LedgerError
 from forwardtune.files import create_file, temporary
-from forwardtune.ledger.export import read
 from forwardtune.ledger.fingerprint import digests
 from forwardtune.ledger.format import Parameter, dtype_name
-from forwardtune.ledger.replay import Progress, check_anchor, check_start, mover_over, standing, walk
-from forwardtune.ledger.run import RecordedRun
-from forwardtune.ledger.weights import buffers_left, check_buffers, check_kind, restore_buffers
+from forwardtune.ledger.reader import RecordedRun, read
+from forwardtune.ledger.replay import Progress, check_anchor, mover_over, replay_steps, steps_done
+from forwardtune.ledger.states import buffers_in, check_buffers, restore_buffers
+from forwardtune.ledger.weights import check_kind
 from forwardtune.noise import Slot
 
 PORTION = 1 << 28
-"""Bytes of tensors that are walked together (but at least one tensor)."""
+"""Bytes of tensors that are moved together (but at least one tensor)."""
 
 
 def replay_file(
@@ -43,6 +43,7 @@ def replay_file(
 
     Args:
         base: a file, or a folder with the files that a model is split into (its JSON files are copied).
+        ledger, until, backend, progress: as for :func:`forwardtune.replay`.
         out: the file to make, or the folder if the base is one. What the run did not move is copied.
     """
     source, target = Path(base), Path(out)
@@ -58,13 +59,13 @@ def replay_file(
 
     def make_file(new: Path) -> None:
         shutil.copyfile(source, new)
-        _replay_copies([_Mapped(new)], run, end, backend, progress)
+        _replay_in([_Mapped(new)], run, end, backend, progress)
 
     def make_folder(new: Path) -> None:
         new.mkdir()
         for file in (*files, *source.glob("*.json")):
             shutil.copyfile(file, new / file.name)
-        _replay_copies([_Mapped(new / file.name) for file in files], run, end, backend, progress)
+        _replay_in([_Mapped(new / file.name) for file in files], run, end, backend, progress)
         new.rename(target)
 
     try:
@@ -80,49 +81,23 @@ def replay_file(
         raise LedgerError(f"{target} cannot be written ({error})") from error
 
 
-def _replay_copies(
-    files: Sequence[_Mapped], run: RecordedRun, end: int, backend: str, progress: Progress | None
-) -> None:
-    names = Counter(name for file in files for name in file.tensors)
-    twice = [name for name, count in names.items() if count > 1]
-    if twice:
-        raise LedgerError(f"{twice[0]!r} is in more than one of the base files; the folder must hold one model only")
-    slots: list[Slot] = []
-    where: list[_Mapped] = []
-    first: dict[int, int] = {}
-    for parameter in run.header.parameters:
-        places = [(file, name) for file in files for name in parameter.names if name in file.tensors]
-        if not places:
-            raise LedgerError(
-                f"the run moves {parameter.names[0]!r}, which is not in the base file; save the base model "
-                "with the names of its state_dict"
-            )
-        first[parameter.number] = len(slots)
-        for file, name in places:
-            slots.append(Slot(file.tensor(name, parameter), parameter.number, parameter.group))
-            where.append(file)
-    weights = [slots[i].tensor for i in first.values()]
-    found = digests(slot.tensor for slot in slots)
-    start = check_start(standing(run, [found[i] for i in first.values()]), end)
-    for slot, digest in zip(slots, found, strict=True):
-        if digest != found[first[slot.parameter]]:
-            tied = next(p.names for p in run.header.parameters if p.number == slot.parameter)
-            raise LedgerError(f"{' and '.join(tied)} are one tensor in the run, and differ in the base file")
+def _replay_in(files: Sequence[_Mapped], run: RecordedRun, end: int, backend: str, progress: Progress | None) -> None:
+    """Replays in files that are copies of the base."""
+    tensors = _Tensors(files, run)
+    start = steps_done(run, tensors.fingerprints(run), end)
     run.warn_of_buffers(end)
-    whole = mover_over([slots[i] for i in first.values()], run.header, backend)
-    portions = _portions([slot.tensor.nbytes for slot in slots])
-    total = sum(slot.tensor.nbytes for slot in slots)
-    for low, high in pairwise(portions):
-        part = mover_over(slots[low:high], run.header, backend)
-        before, own = (sum(slot.tensor.nbytes for slot in slots[a:b]) for a, b in ((0, low), (low, high)))
-        for done in walk(run, part, whole, start, end):
+    whole = mover_over(tensors.distinct, run.header, backend)
+    sizes = [slot.tensor.nbytes for slot in tensors.slots]
+    for low, high in pairwise(_portions(sizes)):
+        part = mover_over(tensors.slots[low:high], run.header, backend)
+        for fraction in replay_steps(run, part, whole, start, end):
             if progress:
-                progress((before + done * own) / total)
-        for file in {id(file): file for file in where[low:high]}.values():
+                progress((sum(sizes[:low]) + fraction * sum(sizes[low:high])) / sum(sizes))
+        for file in set(tensors.owners[low:high]):
             file.flush()
-    check_anchor(run, weights, end)
+    check_anchor(run, [slot.tensor for slot in tensors.distinct], end)
     if end == run.state_end:
-        values = buffers_left(run.state)
+        values = buffers_in(run.state)
         for file in files:
             buffers = {name: file.tensor(name) for name in values.keys() & file.tensors.keys()}
             check_buffers(values, buffers)
@@ -130,8 +105,50 @@ def _replay_copies(
             file.flush()
 
 
+class _Tensors:
+    """The tensors that a run moves, in files that may hold several copies of one.
+
+    `slots` are all of them and `owners` their files; `distinct` has one for each of the run's parameters.
+    """
+
+    def __init__(self, files: Sequence[_Mapped], run: RecordedRun) -> None:
+        names = Counter(name for file in files for name in file.tensors)
+        repeated = [name for name, count in names.items() if count > 1]
+        if repeated:
+            raise LedgerError(
+                f"{repeated[0]!r} is in more than one of the base files; the folder must hold one model only"
+            )
+        self.slots: list[Slot] = []
+        self.owners: list[_Mapped] = []
+        self._first: dict[int, int] = {}
+        for parameter in run.header.parameters:
+            copies = [(file, name) for file in files for name in parameter.names if name in file.tensors]
+            if not copies:
+                raise LedgerError(
+                    f"the run moves {parameter.names[0]!r}, which is not in the base file; save the base model "
+                    "with the names of its state_dict"
+                )
+            self._first[parameter.number] = len(self.slots)
+            for file, name in copies:
+                self.slots.append(Slot(file.tensor(name, parameter), parameter.number, parameter.group))
+                self.owners.append(file)
+        self.distinct = [self.slots[i] for i in self._first.values()]
+
+    def fingerprints(self, run: RecordedRun) -> list[str]:
+        """One for each of the run's parameters; copies that differ are an error."""
+        fingerprints = digests(slot.tensor for slot in self.slots)
+        for slot, fingerprint in zip(self.slots, fingerprints, strict=True):
+            if fingerprint != fingerprints[self._first[slot.parameter]]:
+                tied = next(p.names for p in run.header.parameters if p.number == slot.parameter)
+                raise LedgerError(
+                    f"{' and '.join(tied)} are one tensor in the run, and differ in the base file; save the base model "
+                    "with its weights tied"
+                )
+        return [fingerprints[i] for i in self._first.values()]
+
+
 def _portions(sizes: Sequence[int]) -> list[int]:
-    """Bounds of stretches of at most PORTION bytes, or of one tensor."""
+    """Bounds of portions of at most PORTION bytes, or of one tensor."""
     bounds, room = [0], PORTION
     for i, size in enumerate(sizes):
         if size > room and i > bounds[-1]:
@@ -142,7 +159,7 @@ def _portions(sizes: Sequence[int]) -> list[int]:
 
 
 class _Mapped:
-    """A safetensors file whose tensors are its own bytes, in the system's page cache and not in ours."""
+    """A safetensors file whose tensors are mapped into memory: they are the file's own bytes, in the page cache."""
 
     DTYPES = {  # noqa: RUF012
         "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
@@ -156,7 +173,9 @@ class _Mapped:
             with safe_open(path, framework="numpy"):  # checks the header
                 pass
         except SafetensorError as error:
-            raise LedgerError(f"the base file is damaged or not in safetensors format ({error})") from error
+            raise LedgerError(
+                f"the base file is damaged or not in safetensors format ({error}); get another copy"
+            ) from error
         with open(path, "rb+") as file:
             length = int.from_bytes(file.read(8), "little")
             self.tensors: dict[str, Any] = json.loads(file.read(length))
@@ -170,7 +189,7 @@ class _Mapped:
         if parameter:
             check_kind(parameter, info["shape"], dtype_name(dtype))
         if dtype is None:
-            raise LedgerError(f"{name!r} is of dtype {info['dtype']}, which is not supported")
+            raise LedgerError(f"{name!r} is of dtype {info['dtype']}, which is not supported; convert the base")
         low, high = info["data_offsets"]
         if low == high:
             return torch.empty(info["shape"], dtype=dtype)
@@ -178,7 +197,7 @@ class _Mapped:
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._data + low).view(info["shape"])
 
     def flush(self) -> None:
-        """Writes what has changed and lets go of the memory."""
+        """Writes what has changed and releases the memory."""
         self._map.flush()
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
