@@ -1,26 +1,34 @@
-"""The command line, as a person or a script sees it."""
+"""The command `forwardtune ledger`, as a person or a script sees it."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_model
 
 import forwardtune as ft
+from forwardtune.cli.main import main
 from forwardtune.ledger.journal import MAGIC, frame
 from tests.helpers.runs import Net, recorded, same
 
 
-def command(*arguments):
-    """Runs the command as a process; returns its exit code, output and errors."""
-    line = [sys.executable, "-m", "forwardtune", *map(str, arguments)]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, env={"COLUMNS": "200", "PATH": ""})
-    assert "Traceback" not in done.stderr
-    return done.returncode, done.stdout, done.stderr
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs the command in this process; returns its exit code, output and errors."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["forwardtune", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -34,18 +42,18 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_show_tells_what_the_run_was(folder):
+def test_show_tells_what_the_run_was(command, folder):
     code, out, _ = command("ledger", "show", folder / "run.ledger", "--steps", 3)
     run = ft.ledger.read(folder / "run.ledger")
     assert code == 0
     assert "VS2P (lr 4, rho 0.01, tau_a 3, tau_b 3, window 50, initial_lr 4)" in out
-    assert "rademacher, seed 0, 1 direction a step" in out
+    assert "rademacher, seed 0, 1 direction per step" in out
     assert f"{run.record(0).loss:.6g} in the first step, {run.record(19).loss:.6g} in the last" in out
     assert [line.split()[0] for line in out.splitlines()[-3:]] == ["17", "18", "19"]
     assert f"{run.record(19).t:+.6g}" in out.splitlines()[-1]
 
 
-def test_verify_exits_with_one_where_a_step_is_damaged(folder, tmp_path):
+def test_verify_exits_with_one_where_a_step_is_damaged(command, folder, tmp_path):
     assert command("ledger", "verify", folder / "run.ledger")[:2] == (0, "sound: steps 0 to 19 are sound\n")
     data = bytearray((folder / "run.ledger").read_bytes())
     data[-400] ^= 8
@@ -57,7 +65,7 @@ def test_verify_exits_with_one_where_a_step_is_damaged(folder, tmp_path):
     assert f"steps 0 to {end - 1} are sound" in out
 
 
-def test_replay_makes_the_tuned_weights(folder, tmp_path):
+def test_replay_makes_the_tuned_weights(command, folder, tmp_path):
     out = tmp_path / "tuned.safetensors"
     arguments = ("ledger", "replay", "--base", folder / "base.safetensors", folder / "run.ledger", "--out", out)
     code, printed, progress = command(*arguments)
@@ -68,10 +76,10 @@ def test_replay_makes_the_tuned_weights(folder, tmp_path):
     assert same(tuned, {name: model.state_dict()[name] for name in tuned})
     code, _, error = command(*arguments)
     assert code == 1
-    assert error.splitlines()[-1] == f"error: {out} is there already; choose another name or remove it"
+    assert error.splitlines()[-1] == f"error: {out} already exists; choose another name or remove it"
 
 
-def test_export_and_diff(folder, tmp_path):
+def test_export_and_diff(command, folder, tmp_path):
     code, printed, _ = command("ledger", "export", folder / "run.ledger", "--out", tmp_path / "small")
     size = (tmp_path / "small").stat().st_size
     assert (code, printed) == (0, f"wrote {tmp_path / 'small'}, {size:,} bytes\n")
@@ -79,21 +87,23 @@ def test_export_and_diff(folder, tmp_path):
     code, printed, _ = command("ledger", "diff", folder / "run.ledger", folder / "other.ledger")
     assert code == 1
     assert "seed: 0 and 1" in printed
-    assert "the runs part at step" in printed
+    assert "the runs diverge at step" in printed
     code, _, note = command("ledger", "export", folder / "run.ledger", "--out", tmp_path / "part", "--until", 5)
     assert code == 0
     assert "known after step 20 only" in note
+    code, printed, _ = command("ledger", "diff", folder / "run.ledger", tmp_path / "part")
+    assert (code, printed) == (1, "one run is the beginning of the other: they end at step 20 and step 5\n")
 
 
-def test_a_run_under_way_can_be_looked_at(tmp_path):
+def test_a_run_under_way_can_be_shown_and_verified(command, tmp_path):
     _, optimizer, _ = recorded(tmp_path / "run.ledger", steps=4)
     assert "4, under way" in command("ledger", "show", tmp_path / "run.ledger")[1]
     code, printed, _ = command("ledger", "verify", tmp_path / "run.ledger")
-    assert (code, printed) == (0, "sound: steps 0 to 3 are sound (and a run is writing it)\n")
+    assert (code, printed) == (0, "sound: steps 0 to 3 are sound (the run is under way)\n")
     optimizer.recorder.close()
 
 
-def test_what_a_stranger_wrote_is_shown_as_text(tmp_path):
+def test_text_from_strangers_is_shown_without_markup(command, tmp_path):
     x = {"x": torch.zeros(3)}
     optimizer = ft.STP(x.values(), recorder=ft.Ledger(tmp_path / "run.ledger", x))
     optimizer.step(lambda: 1.0)
@@ -108,16 +118,58 @@ def test_what_a_stranger_wrote_is_shown_as_text(tmp_path):
     assert "\x1b" not in printed
 
 
-def test_errors_are_sentences(folder, tmp_path):
-    code, _, error = command("ledger", "show", tmp_path / "nothing")
-    assert (code, error.strip()) == (1, f"error: there is no ledger at {tmp_path / 'nothing'}")
-    (tmp_path / "text").write_text("hello")
-    assert command("ledger", "show", tmp_path / "text")[0] == 1
-    assert command("ledger", "replay", folder / "run.ledger")[0] == 2
-    assert command("ledger", "show", "/proc/self/mem")[0] == 1
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("nothing", "there is no ledger at {path}"),
+        ("", "{path} is a folder, not a ledger"),
+        ("base.safetensors", "{path} is not a ledger"),
+        ("/proc/self/mem", "/proc/self/mem cannot be read"),
+    ],
+)
+def test_what_is_not_a_ledger_is_an_error_in_a_sentence(command, folder, path, reason):
+    code, printed, error = command("ledger", "show", folder / path)
+    assert (code, printed) == (1, "")
+    expected = reason.format(path=folder / path).replace("/proc/self", str(Path("/proc/self").resolve()))
+    assert error.startswith(f"error: {expected}")
+    assert error.count("\n") == 1
+
+
+def test_bad_arguments_are_errors_in_a_sentence(command, folder, tmp_path):
+    code, _, error = command("ledger", "replay", folder / "run.ledger")
+    assert code == 2
+    assert "Missing option '--base'" in error
+    replay = ("ledger", "replay", "--base", folder / "base.safetensors", folder / "run.ledger")
     missing = tmp_path / "no" / "out.safetensors"
-    code, _, error = command(
-        "ledger", "replay", "--base", folder / "base.safetensors", folder / "run.ledger", "--out", missing
-    )
+    code, _, error = command(*replay, "--out", missing)
     assert (code, error.strip()) == (1, f"error: there is no folder {missing.parent} to write to")
-    assert command("--version")[1].strip() == ft.__version__
+    code, _, error = command(*replay, "--out", tmp_path / "out", "--until", 21)
+    assert (code, error.strip()) == (1, "error: until must be a step from 0 to 20, not 21")
+    code, _, error = command(*replay, "--out", tmp_path / "out", "--backend", "abacus")
+    assert code == 1
+    assert "abacus" in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_advice_for_a_damaged_ledger_works_on_the_command_line(command, folder, tmp_path):
+    data = bytearray((folder / "run.ledger").read_bytes())
+    data[-400] ^= 8
+    (tmp_path / "bad").write_bytes(data)
+    code, _, error = command("ledger", "export", tmp_path / "bad")
+    end = ft.ledger.read(tmp_path / "bad").end
+    assert code == 1
+    assert error.strip().endswith(f"ask for those with until={end} (--until {end} on the command line)")
+    code, _, note = command("ledger", "export", tmp_path / "bad", "--until", end)
+    assert code == 0
+    assert "their values are lost" in note
+    assert ft.ledger.read(tmp_path / "bad.safetensors").end == end
+
+
+def test_the_process_has_the_exit_code_and_no_traceback(tmp_path):
+    def process(*arguments):
+        line = [sys.executable, "-m", "forwardtune", *map(str, arguments)]
+        return subprocess.run(line, capture_output=True, text=True, check=False, env={"COLUMNS": "200", "PATH": ""})
+
+    done = process("ledger", "show", tmp_path / "nothing")
+    assert (done.returncode, done.stderr) == (1, f"error: there is no ledger at {tmp_path / 'nothing'}\n")
+    assert process("--version").stdout.strip() == ft.__version__

@@ -1,4 +1,4 @@
-"""A run killed fifty times ends with the bits of one that was left alone."""
+"""A run that is killed fifty times ends with the same bits as one that is never killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.runs import METHODS, same
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_killed_run_ends_as_one_that_was_left_alone(tmp_path, method, dtype):
+def test_a_killed_run_ends_as_one_that_was_never_killed(tmp_path, method, dtype):
     command = [sys.executable, "-m", "tests.helpers.killed_run", tmp_path, method, dtype, "50"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

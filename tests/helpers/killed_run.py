@@ -2,7 +2,7 @@
 
     python -m tests.helpers.killed_run FOLDER METHOD DTYPE KILLS
 
-Prints what it saw as JSON. The processes are forked from one that has loaded all code, and in it no thread.
+Prints what it saw as JSON. The processes are forked from one that has loaded all code and has no other thread.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def dataset() -> TensorDataset:
 
 
 def batches(data, size, step):
-    """The same batches in the same order whenever they are asked for, from any step on; none is loaded in vain."""
+    """The same batches in the same order, from any step on, without loading those before it."""
     epoch, skip = divmod(step, len(data) // size)
     for number in itertools.count(epoch):
         order = RandomSampler(data, generator=torch.Generator().manual_seed(number))
@@ -83,7 +83,7 @@ def train(folder: Path, method: str, dtype: torch.dtype, report, steps: int = ST
 
 
 def start(folder: Path, method: str, dtype: torch.dtype) -> tuple[int, int]:
-    """A training process, and the end of a pipe on which it tells the steps it has done."""
+    """A training process, and the end of a pipe from which the steps it has done are read."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child:
@@ -99,8 +99,8 @@ def start(folder: Path, method: str, dtype: torch.dtype) -> tuple[int, int]:
         os._exit(code)
 
 
-def told(pipe: int, data: bytes = b"") -> int:
-    """The last step that the process told, at the end of its life."""
+def last_step(pipe: int, data: bytes = b"") -> int:
+    """The last step that a process reported before it ended."""
     while piece := os.read(pipe, 1 << 16):
         data += piece
     os.close(pipe)
@@ -109,6 +109,8 @@ def told(pipe: int, data: bytes = b"") -> int:
 
 def main() -> None:
     folder, method, dtype, kills = Path(sys.argv[1]), sys.argv[2], getattr(torch, sys.argv[3]), int(sys.argv[4])
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever our own parent ignores, the forked ones do not
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     chance = random.Random(f"{method} {dtype}")
     path, done, moments = folder / "run.ledger", 0, set()
@@ -117,23 +119,23 @@ def main() -> None:
         train(folder / "warm", method, dtype, lambda step: None, steps)
     for number in range(kills):
         child, pipe = start(folder, method, dtype)
-        # every third is killed in its start or its replay, the others a few steps on
+        # every third is killed while it starts or replays, the others a few steps later
         first = b"" if number % 3 == 0 else os.read(pipe, 4)
         time.sleep(chance.uniform(0, 0.02))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status), f"the process ended before kill {number}: {status}"
-        done = max(done, told(pipe, first))
+        done = max(done, last_step(pipe, first))
         recorded = read(path).end if path.exists() else 0
         assert recorded in (done, done + 1), f"{done} steps were done and {recorded} are recorded"
         moments.add(recorded)
         done = recorded
     child, pipe = start(folder, method, dtype)
-    assert told(pipe) == STEPS
+    assert last_step(pipe) == STEPS
     assert os.waitpid(child, 0)[1] == 0
     (folder / "whole").mkdir()
     child, pipe = start(folder / "whole", method, dtype)
-    assert told(pipe) == STEPS
+    assert last_step(pipe) == STEPS
     assert os.waitpid(child, 0)[1] == 0
     print(json.dumps({"kills": kills, "moments": len(moments), "killed_at": max(moments)}))
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import forwardtune as ft
+from forwardtune.ledger import export, read
 
 METHODS = {
     "VS2P": (ft.VS2P, {"lr": 4.0, "rho": 1e-2}),
@@ -43,7 +48,7 @@ def loss(model: nn.Module) -> torch.Tensor:
 
 
 def recorded(path, method="VS2P", dtype=torch.float32, steps=40, groups=False, closure=None, **options):
-    """A run with a scheduler, its model, and the weights and buffers after each step."""
+    """A recorded run with a scheduler: its model, its optimizer, and the weights and buffers after each step."""
     model = Net(dtype)
     kind, settings = METHODS[method]
     params = list(model.named_parameters())
@@ -62,8 +67,8 @@ def recorded(path, method="VS2P", dtype=torch.float32, steps=40, groups=False, c
     return model, optimizer, states
 
 
-def gone_on(path, steps, dtype=torch.float32):
-    """A recorded run, resumed with another scheduler and gone on to so many steps: its model, optimizer and start."""
+def resumed(path, steps, dtype=torch.float32):
+    """A recorded run, resumed with a new scheduler up to so many steps: its model, optimizer and first new step."""
     model = Net(dtype)
     optimizer, start = ft.resume(model, path)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
@@ -88,3 +93,63 @@ def same(one, other) -> bool:
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Bytes, since -0.0 equals 0.0."""
     return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def weights(state):
+    """A state dict without its buffers."""
+    return {name: tensor for name, tensor in state.items() if "running" not in name and "num_" not in name}
+
+
+class ClosedRun(NamedTuple):
+    """A run that has ended: its files' bytes by name, and what it left behind."""
+
+    files: dict[str, bytes]
+    states: list[dict[str, torch.Tensor]]
+    """The weights and buffers after each step."""
+    generator: torch.Tensor
+    latest_state: str
+    """The name of the file with its last state."""
+
+
+def closed_run(folder: Path, steps: int) -> ClosedRun:
+    """A run in `run.ledger`, exported to `small.safetensors`."""
+    path = folder / "run.ledger"
+    _, optimizer, states = recorded(path, steps=steps)
+    generator = torch.get_rng_state()
+    optimizer.recorder.close()
+    export(path, folder / "small.safetensors")
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    return ClosedRun(files, states, generator, f"run.ledger.state{read(path).state_file}")
+
+
+def write(folder: Path, files: dict[str, bytes]) -> None:
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+
+
+def check_replay(folder: Path, run: ClosedRun, name: str = "run.ledger") -> int | None:
+    """Reads a changed ledger, whose sound part must have the run's weights: its end, or None if it is refused."""
+    try:
+        end = read(folder / name).end
+    except ft.LedgerError:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        model = ft.replay(Net(), folder / name, until=end)
+    assert same(weights(model.state_dict()), weights(run.states[end]))
+    return end
+
+
+def check_resume(folder: Path, run: ClosedRun) -> int | None:
+    """Resumes a changed run, which must be as it was at that step: the step, or None if it is refused."""
+    model = Net()
+    try:
+        optimizer, step = ft.resume(model, folder / "run.ledger")
+    except ft.LedgerError:
+        return None
+    optimizer.recorder.close()
+    assert same(model.state_dict(), run.states[step])
+    assert optimizer.queries == 2 * step
+    if step == len(run.states) - 1:
+        assert torch.equal(torch.get_rng_state(), run.generator)
+    return step
