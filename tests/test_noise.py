@@ -123,7 +123,7 @@ def test_threads_do_not_change_a_bit(distribution):
         torch.set_num_threads(threads)
         x = torch.zeros(700_001), torch.zeros(513, 3).t()
         try:
-            Field([x], seed=3, distribution=distribution, backend="numba").move(7, [to(0, 0.1), to(1, -0.3)])
+            Field([x], seed=3, distribution=distribution, backend="numba").mover.move(7, [to(0, 0.1), to(1, -0.3)])
         finally:
             torch.set_num_threads(1)
         results.append(torch.cat([t.flatten() for t in x]))
@@ -202,7 +202,7 @@ def test_streams_are_unrelated(distribution, other):
 def test_directions_have_the_length_of_the_dimension(distribution):
     x = [torch.zeros(70_000), torch.zeros(30, 1000, dtype=torch.float64)]
     field = Field([x], distribution=distribution)
-    field.move(0, [to(0, 1.0)])
+    field.mover.move(0, [to(0, 1.0)])
     length = sum(float((t.double() ** 2).sum()) for t in x)
     if distribution in ("sphere", "rademacher"):
         assert length == pytest.approx(field.dimension, rel=1e-6)
@@ -237,7 +237,7 @@ def test_values_are_what_a_walk_adds():
     for distribution in DISTRIBUTIONS:
         x = [torch.zeros(300), torch.zeros(7, 9)]
         field = Field([x[:1], x[1:]], seed=11, distribution=distribution)
-        field.move(4, [to(2, 1.0, 2.0)])
+        field.mover.move(4, [to(2, 1.0, 2.0)])
         torch.testing.assert_close(x[0].double(), field.values(4, 2, 0, 0, 300), rtol=1e-6, atol=0)
         torch.testing.assert_close(x[1].flatten().double(), 2 * field.values(4, 2, 1, 0, 63), rtol=1e-6, atol=0)
 
@@ -266,8 +266,8 @@ def test_the_way_back_finds_the_old_weights(distribution, dtype):
     field, other = Field([[x]], distribution=distribution), Field([[naive]], distribution=distribution)
     for step in range(100):
         for here, there in itertools.pairwise((0.0, rho, -rho, 0.0)):
-            field.move(step, [Term(0, [here], [there])])
-            other.move(step, [to(0, there - here)])
+            field.mover.move(step, [Term(0, [here], [there])])
+            other.mover.move(step, [to(0, there - here)])
         if step == 0:
             assert (x != old).double().mean() < 0.1
             largest = old.double().abs() + 7 * rho
@@ -279,31 +279,31 @@ def test_the_way_back_finds_the_old_weights(distribution, dtype):
 def test_field_follows_storage_that_moves():
     p = torch.nn.Parameter(torch.zeros(1000))
     field = Field([[p]], seed=1)
-    field.move(0, [to(0, 1.0)])
+    field.mover.move(0, [to(0, 1.0)])
     before = p.detach().clone()
     old, p.data = p.data, p.data.clone()
-    field.move(0, [to(0, -1.0)])
+    field.mover.move(0, [to(0, -1.0)])
     assert p.abs().max() == 0
     assert torch.equal(old, before)
     p.data = p.data.double().reshape(10, 100).t()
     field.refresh()
-    field.move(0, [to(0, 1.0)])
+    field.mover.move(0, [to(0, 1.0)])
     assert torch.equal(p.detach().flatten().float(), before)
 
 
 def test_a_tensor_of_very_many_axes():
     x, y = (torch.zeros([1] * 40 + [2, 3]).transpose(-1, -2) for _ in range(2))
-    Field([[x]], backend="numba").move(0, [to(0, 1.0)])
-    Field([[y]], backend="reference").move(0, [to(0, 1.0)])
+    Field([[x]], backend="numba").mover.move(0, [to(0, 1.0)])
+    Field([[y]], backend="reference").mover.move(0, [to(0, 1.0)])
     assert torch.equal(x, y)
 
 
 def test_what_does_not_fit_the_field_is_refused():
     field = Field([[torch.zeros(3)], [torch.zeros(3)]])
-    field.move(0, [])
+    field.mover.move(0, [])
     for step, term in ((0, to(0, 1.0)), (0, to(0, 1.0, 2.0, 3.0)), (2**32, to(0, 1.0, 1.0)), (0, to(2**16, 1.0, 1.0))):
         with pytest.raises(InvalidArgumentError):
-            field.move(step, [term])
+            field.mover.move(step, [term])
 
 
 def test_compiled_code_that_differs_from_the_reference_is_refused(monkeypatch):
@@ -316,7 +316,7 @@ def test_compiled_code_that_differs_from_the_reference_is_refused(monkeypatch):
 def test_same_memory_is_one_parameter():
     a = torch.zeros(100)
     field = Field([[a, a.view(100)]])
-    field.move(0, [to(0, 0.5)])
+    field.mover.move(0, [to(0, 0.5)])
     assert field.dimension == 100
     assert torch.equal(a.abs(), torch.full((100,), 0.5))
 
@@ -337,7 +337,7 @@ def test_partly_shared_memory_is_refused(views):
 
 def test_disjoint_views_of_one_storage_are_fine():
     a = torch.zeros(10, 10)
-    Field([[a[:, ::2], a[:, 1::2]]]).move(0, [to(0, 1.0)])
+    Field([[a[:, ::2], a[:, 1::2]]]).mover.move(0, [to(0, 1.0)])
     assert torch.equal(a.abs(), torch.ones(10, 10))
 
 

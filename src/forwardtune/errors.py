@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from types import FrameType
 
 
@@ -12,15 +13,15 @@ class ForwardTuneError(Exception):
 
 
 class InvalidArgumentError(ForwardTuneError, ValueError):
-    """An argument makes no sense; the message names it and the remedy."""
+    """An argument is invalid; the message names it and the remedy."""
 
 
 class BackendError(ForwardTuneError, RuntimeError):
-    """A noise backend that was asked for cannot run here."""
+    """The requested noise backend cannot run here."""
 
 
 class NonFiniteLossError(ForwardTuneError, RuntimeError):
-    """Too many steps in a row met a loss that is not a finite number."""
+    """Too many consecutive steps met a loss that is not finite."""
 
 
 class LedgerError(ForwardTuneError, RuntimeError):
@@ -32,12 +33,30 @@ class ExperimentError(ForwardTuneError, RuntimeError):
 
 
 INTERNAL = ("torch", "forwardtune", "transformers", "accelerate")
+"""Packages that call each other on the user's behalf: a warning points past them."""
 
 
-def warn(text: str) -> None:
-    """A RuntimeWarning at the first frame outside this package and the loops that call it."""
+def warn(text: str, category: type[Warning] = RuntimeWarning) -> None:
+    """Warns at the first frame outside this package and the training loops that call it."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame and frame.f_globals.get("__name__", "").split(".")[0] in INTERNAL:
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, RuntimeWarning, stacklevel=level)
+    warnings.warn(text, category, stacklevel=level)
+
+
+def warn_deprecated(old: str, new: str) -> None:
+    """Warns that `old` works for one more release."""
+    warn(f"{old} is deprecated and will be removed in the next release; use {new}", DeprecationWarning)
+
+
+def deprecated_names(module: str, **renamed: type) -> Callable[[str], type]:
+    """A `__getattr__` for a module whose classes were renamed: the old names give the new classes, with a warning."""
+
+    def lookup(name: str) -> type:
+        if name not in renamed:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warn_deprecated(f"{module}.{name}", f"{module}.{renamed[name].__name__}")
+        return renamed[name]
+
+    return lookup

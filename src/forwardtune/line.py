@@ -1,15 +1,15 @@
-"""The line: where the weights stand along the step's random directions, and how they get elsewhere.
+"""The line: the position of the weights along the step's random directions, and how they move.
 
-The weights are `x + sum_j t_j * s_j`, with one offset `t_j` for each direction and parameter group. Going from one set
-of offsets to another is one pass over memory that takes each weight back to `x` and forth to its new place while it is
-in a register. Floating point sums are rounded, but taking away what was added finds `x` again bit for bit, unless the
-sum had passed a power of two or was a tie; then it may be off by a unit in the last place. The path is fully described
-by its offsets and gives the same bits whenever it is walked.
+The weights are `x + sum_j t_j * s_j`, with one offset `t_j` per direction and parameter group. A move from one position
+to another is one pass over the weights that takes each of them back to `x` and forth to its new value while it is in a
+register. Floating-point sums are rounded, but subtracting what was added restores `x` bit for bit, unless the sum had
+crossed a power of two or was a tie; then it may be off by one unit in the last place. The path is fully described by
+its offsets and gives the same bits every time.
 """
 
 from __future__ import annotations
 
-import _signal  # beneath `signal`, without its conversions to enums, which would be most of a small model's step
+import _signal  # below `signal`, without its conversions to enums, which would dominate a small model's step
 import signal
 import threading
 from collections.abc import Callable, Mapping
@@ -21,19 +21,19 @@ from forwardtune.noise import Field, Term
 HELD = (int(signal.SIGINT), int(signal.SIGTERM))
 
 Offsets = tuple[float, ...]
-"""One offset for each parameter group."""
+"""One offset per parameter group."""
 Position = Mapping[int, Offsets]
-"""Where the weights stand along each direction; along those not named they are at zero."""
+"""The offsets of the weights along each direction; along directions that are not named they are zero."""
 
 
 class Line:
-    """The weights of a field during one step. Leaving it by an exception puts them back, unless they are settled."""
+    """The weights of a field during one step. An exception puts them back, unless they have settled."""
 
     def __init__(self, field: Field, step: int, groups: int) -> None:
         self.field, self._step = field, step
         self.settled = False
         self._zero = (0.0,) * groups
-        self._at: Position = {}
+        self._position: Position = {}
         self._interrupts = _Interrupts()
 
     def __enter__(self) -> Line:
@@ -52,33 +52,33 @@ class Line:
             self._interrupts.release()
 
     def goto(self, target: Position) -> None:
-        """Moves to the offsets given by direction; directions that are not named are left at zero."""
+        """Moves the weights to a position."""
         self._interrupts.hold = True
         try:
-            self._walk(target)
+            self._move(target)
         finally:
             self._interrupts.release()
 
     def settle(self, target: Position, before: Callable[[], None], after: Callable[[], None]) -> None:
-        """Moves for good: nothing interrupts the step from the call of `before` until the line is left.
+        """Moves the weights for good: nothing interrupts the step from the call of `before` until the line is left.
 
         If `before` raises, nothing moves.
         """
         self._interrupts.hold = True
         before()
-        self._walk(target)
+        self._move(target)
         after()
         self.settled = True
 
-    def _walk(self, target: Position) -> None:
-        terms, at = terms_between(self._at, target, self._zero)
+    def _move(self, target: Position) -> None:
+        terms, position = terms_between(self._position, target, self._zero)
         if terms:
-            self.field.move(self._step, terms)
-        self._at = at
+            self.field.mover.move(self._step, terms)
+        self._position = position
 
 
 def terms_between(here: Position, there: Position, zero: Offsets) -> tuple[list[Term], Position]:
-    """The terms that lead from one place to another, and the other in the order in which it was reached."""
+    """The terms that lead from one position to another, and the latter with its directions in that order."""
     order = [*reversed(list(here)), *(direction for direction in there if direction not in here)]  # last in, first out
     terms = []
     for direction in order:
@@ -89,7 +89,7 @@ def terms_between(here: Position, there: Position, zero: Offsets) -> tuple[list[
 
 
 class _Interrupts:
-    """Holds Ctrl-C and SIGTERM back while the weights move, so that no move is ever left half done."""
+    """Holds back Ctrl-C and SIGTERM while the weights move, so that no move is ever left half done."""
 
     def __init__(self) -> None:
         self.hold = False
@@ -97,7 +97,7 @@ class _Interrupts:
         self._handlers: dict[int, Any] = {}
 
     def take_over(self) -> None:
-        if threading.current_thread() is threading.main_thread():  # Python runs signal handlers nowhere else
+        if threading.current_thread() is threading.main_thread():  # the only one where Python runs signal handlers
             for number in HELD:
                 handler = _signal.getsignal(number)
                 if callable(handler):

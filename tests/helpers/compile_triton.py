@@ -1,4 +1,4 @@
-"""Compiles the triton kernels for a GPU that need not be there; a process of its own, for the interpreter is off."""
+"""Compiles the triton kernels for a GPU, which need not be present; a separate process, without triton's interpreter."""
 
 import sys
 
@@ -8,22 +8,23 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from forwardtune.noise.backends import cuda_triton
+from forwardtune.noise.backends.kinds import NORMAL, RADEMACHER, UNIFORM
 
-TABLES = dict.fromkeys(("chunks", "shapes", "strides", "directions"), "*i64") | {"offsets": "*fp64"}
+TABLES = dict.fromkeys(("table", "shapes", "strides", "directions"), "*i64") | {"offsets": "*fp64"}
 SCALARS = dict.fromkeys(("terms", "groups", "step", "k0", "k1"), "i64")
 CONSTANTS = ("kind", "dtype", "compute", "dims")
-KINDS = sorted(set(cuda_triton.KINDS.values()))
 
 
 def variants():
     """Every distribution, every dtype, contiguous and strided memory, and the sphere's kernel."""
-    moves = [(kind, tl.float32, tl.float32, dims) for kind in KINDS for dims in (0, 4)]
-    moves += [(KINDS[-1], tl.bfloat16, tl.float32, 0), (KINDS[-1], tl.float16, tl.float32, 0)]
-    moves += [(kind, tl.float64, tl.float64, 0) for kind in KINDS]
+    kinds = (RADEMACHER, UNIFORM, NORMAL)
+    moves = [(kind, tl.float32, tl.float32, dims) for kind in kinds for dims in (0, 4)]
+    moves += [(NORMAL, tl.bfloat16, tl.float32, 0), (NORMAL, tl.float16, tl.float32, 0)]
+    moves += [(kind, tl.float64, tl.float64, 0) for kind in kinds]
     for values in moves:
         signature = TABLES | SCALARS | dict.fromkeys(CONSTANTS, "constexpr")
         yield ASTSource(cuda_triton._move, signature, constexprs=dict(zip(CONSTANTS, values, strict=True)))
-    signature = {"chunks": "*i64", "totals": "*i64", "direction": "i64", "step": "i64", "k0": "i64", "k1": "i64"}
+    signature = {"table": "*i64", "totals": "*i64", "direction": "i64", "step": "i64", "k0": "i64", "k1": "i64"}
     yield ASTSource(cuda_triton._squares, signature)
 
 

@@ -1,20 +1,20 @@
-"""What noise is: which word of the Philox stream an element reads, and the float it makes of it.
+"""How the noise is defined: which word of the Philox stream an element reads, and the float it becomes.
 
-Everything here is defined by integer operations and by float32 additions, multiplications and square
-roots that are rounded one by one, so every backend gives the same floats; `reference.py` spells it out
-and the other backends are compared with it bit for bit. A change of anything in this file is a new
-`NOISE_VERSION`: a run is replayed with the version it was made with.
+Everything here is defined by integer operations and by float32 additions, multiplications and square roots, each
+rounded on its own, so every backend gives the same floats; `reference.py` spells it out and the other backends are
+compared with it bit for bit. Any change to the numbers in this file is a new `NOISE_VERSION`: a run is replayed with
+the version it was made with.
 
 Words come in tiles of 256: 64 counters side by side, four words each, word `w` of lane `l` at `64*w + l`.
 
-- rademacher: +-1, one bit an element, 32 elements a word.
-- uniform on [-sqrt(3), sqrt(3)]: the 65,536 midpoints of equal cells, half a word an element, read as a signed number.
-- normal, by Box and Muller's transform: a word gives elements `e` and `e + 256` of its 512. The radius
-  `sqrt(-2 ln u)` takes `u` from the upper 31 bits, so it ends at 6.55; the angle takes a sign for each of the two
-  from the two lowest bits and one of 16,384 midpoints of a quarter turn from the next fourteen. Logarithm, sine and
-  cosine are polynomials within 1.5e-6 (relative) of the truth.
-- sphere: the normal vector of the whole model scaled to the length sqrt(d). Its squared length is summed in
-  fixed point, so that it does not depend on any order.
+- rademacher: +-1, one bit per element, 32 elements per word.
+- uniform on [-sqrt(3), sqrt(3)]: the 65,536 midpoints of equal cells, half a word per element, read as a signed number.
+- normal, by the Box-Muller transform: a word gives elements `e` and `e + 256` of its 512. The radius `sqrt(-2 ln u)`
+  takes `u` from the upper 31 bits, so it is at most 6.55; the angle takes a sign for each of the two from the two
+  lowest bits and one of 16,384 midpoints of a quarter turn from the next fourteen. Logarithm, sine and cosine are
+  polynomials with a relative error below 1.5e-6.
+- sphere: the normal vector of the whole model scaled to the length sqrt(d). Its squared length is summed in fixed
+  point, so that it does not depend on the order of summation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NOISE_VERSION = 1
 LANES = 64
 TILE_WORDS = 4 * LANES
 BLOCK = 2 * TILE_WORDS
-"""Elements of a tile for all but rademacher, whose tile has 32 a word."""
+"""Elements in a tile for all distributions but rademacher, whose tile has 32 elements per word."""
 RADEMACHER_TILE = 32 * TILE_WORDS
 
 # A lattice of n midpoints on [-1, 1] has variance (1 - 1/n^2)/3; this scale makes it exactly one.
@@ -54,11 +54,11 @@ SIN = (1.5707951784133911, -0.6459258198738098, 0.07950032502412796, -0.00437080
 COS = (0.9999998211860657, -0.23369461297988892, 0.019939105957746506, -0.0008463341509923339)
 
 FIXED_POINT = 2.0**16
-"""A squared normal is below 43, so a block's sum with 16 bits behind the point fits an int32."""
+"""A squared normal is below 43, so a block's sum with 16 fractional bits fits an int32."""
 EXACT_LENGTH_BELOW = 4096
-"""Directions of fewer elements, for which that rounding could be felt, have their length summed exactly."""
+"""Directions of fewer elements, where that rounding would be noticeable, have their length summed exactly."""
 
 
 def sphere_scale(d: int, squared_length: float) -> float:
-    """The factor that brings a normal vector of `d` elements to the length sqrt(d)."""
+    """The factor that scales a normal vector of `d` elements to the length sqrt(d)."""
     return math.sqrt(d / squared_length) if squared_length else 0.0

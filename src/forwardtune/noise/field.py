@@ -1,20 +1,20 @@
 """The random directions of a run, as a field over its parameters.
 
-`s[i] = noise(seed, step, direction, parameter, i)`: nothing is stored and nothing is drawn, the field only knows which
-tensors it covers and moves them along its directions, in place, in one pass.
+`s[i] = noise(seed, step, direction, parameter, i)`: nothing is stored and nothing is drawn. The field only knows which
+tensors move, and hands out the mover that moves them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from forwardtune.errors import InvalidArgumentError
+from forwardtune.errors import InvalidArgumentError, warn_deprecated
 from forwardtune.noise.backends import reference
 from forwardtune.noise.backends.chunks import DTYPES
 from forwardtune.noise.distributions import Distribution
@@ -22,17 +22,31 @@ from forwardtune.noise.mover import Mover
 from forwardtune.noise.types import Key, Slot, Term
 
 
+class View(NamedTuple):
+    """The memory that a tensor covers. Tensors with equal views are one parameter."""
+
+    address: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> View:
+        return cls(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
 class Field:
     """The directions of a run over groups of tensors.
 
     >>> x = torch.zeros(3)
     >>> field = Field([[x]], seed=0, distribution="rademacher")
-    >>> field.move(step=0, terms=[Term(direction=0, back=[0.0], forth=[0.5])])
+    >>> field.mover.move(step=0, terms=[Term(direction=0, back=[0.0], forth=[0.5])])
     >>> x
     tensor([-0.5000,  0.5000, -0.5000])
 
-    `dimension` is the number of elements that move. `reach`, one over the root of the coarsest dtype's precision, is a
-    crude limit for offsets: from further away, rounding would swallow weights of ordinary size.
+    `dimension` is the number of elements that move. `reach`, one over the square root of the coarsest dtype's
+    precision, is a rough limit for offsets: beyond it, rounding would swallow weights of ordinary size.
     """
 
     def __init__(
@@ -44,9 +58,9 @@ class Field:
         backend: str = "auto",
     ) -> None:
         self.seed, self.distribution, self.backend = seed, distribution, backend
-        members = [list(group) for group in groups]
+        members = list(groups)
         self.groups = len(members)
-        self._tensors = [(g, tensor) for g, group in enumerate(members) for tensor in group]
+        self._tensors = _numbered(members)
         self._plan()
 
     def _plan(self) -> None:
@@ -60,12 +74,15 @@ class Field:
         self.storages = frozenset(slot.tensor.untyped_storage().data_ptr() for slot in slots)
         coarsest = max((torch.finfo(slot.tensor.dtype).eps for slot in slots), default=1.0)
         self.reach = 1 / math.sqrt(coarsest)
-        self._addresses = [tensor.data_ptr() for _, tensor in self._tensors]
-        self._layout = [_layout(tensor) for _, tensor in self._tensors]
+        self._views, self._require_grad = self._observe()
+
+    def _observe(self) -> tuple[list[View], list[bool]]:
+        """Where the tensors are, and which of them require a gradient."""
+        return [View.of(tensor) for _, tensor in self._tensors], [tensor.requires_grad for _, tensor in self._tensors]
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """The tensors that move, each with its number and group; another tuple whenever any of that has changed."""
+        """The tensors that move, each with its number and group; a new tuple whenever any of that has changed."""
         return self._mover.slots
 
     @property
@@ -73,9 +90,16 @@ class Field:
         """The backends that move the tensors, by name."""
         return "+".join(backend.name for backend in self._mover.backends)
 
+    @property
+    def mover(self) -> Mover:
+        """Moves the tensors, wherever their memory is by now; see :class:`Term`, and `touch` afterwards."""
+        if any(tensor.data_ptr() != view.address for (_, tensor), view in zip(self._tensors, self._views, strict=True)):
+            self._plan()
+        return self._mover
+
     def refresh(self) -> None:
-        """Notices tensors whose memory, dtype or layout has changed."""
-        if self._layout != [_layout(tensor) for _, tensor in self._tensors]:
+        """Notices tensors whose memory, dtype or layout has changed, or that were frozen or unfrozen."""
+        if (self._views, self._require_grad) != self._observe():
             self._plan()
 
     def touch(self) -> None:
@@ -84,31 +108,29 @@ class Field:
             increment_version(tensor)
 
     def covers(self, groups: Iterable[Iterable[Tensor]]) -> bool:
-        """Whether these are the tensors it was made for."""
-        theirs = [(g, tensor) for g, group in enumerate(groups) for tensor in group]
-        return len(theirs) == len(self._tensors) and all(
-            ours[0] == other[0] and ours[1] is other[1] for ours, other in zip(self._tensors, theirs, strict=True)
-        )
+        """Whether it was made for these very tensors in these groups."""
+        theirs = _numbered(groups)
+        return [(group, id(tensor)) for group, tensor in self._tensors] == [(group, id(t)) for group, t in theirs]
 
-    def move(self, step: int, terms: Sequence[Term]) -> None:
-        """Moves all tensors along directions of a step, in one pass; see :class:`Term`, and `touch` afterwards."""
-        if self._addresses != [tensor.data_ptr() for _, tensor in self._tensors]:
-            self._plan()
-        self._mover.move(step, terms)
+    def walk(self, step: int, terms: Sequence[Term]) -> None:
+        """Deprecated: use `mover.move`."""
+        warn_deprecated("Field.walk", "Field.mover.move")
+        self.mover.move(step, terms)
 
     def values(self, step: int, direction: int, parameter: int, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop` of the direction in one parameter, as float64 on the CPU."""
         key = Key(self.seed, step, self.distribution)
         noise = reference.values(key, direction, parameter, start, stop, torch.device("cpu")).to(torch.float64)
-        return noise * self._mover.length(step, direction) if self.distribution == "sphere" else noise
+        return noise * self._mover.scale(step, direction)
 
 
-def _layout(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+def _numbered(groups: Iterable[Iterable[Tensor]]) -> list[tuple[int, Tensor]]:
+    """All tensors, each with the number of its group."""
+    return [(number, tensor) for number, group in enumerate(groups) for tensor in group]
 
 
 def check_tensor(tensor: Tensor, name: str) -> None:
-    """Refuses what cannot be moved along a line, and says why."""
+    """Refuses a tensor that cannot be moved along a line, and says why."""
     if torch.nn.parameter.is_lazy(tensor):
         raise InvalidArgumentError(f"{name} is not initialised yet; run the model once before making the optimizer")
     if tensor.dtype not in DTYPES:
@@ -139,19 +161,16 @@ def _has_memory(tensor: Tensor) -> bool:
 def _distinct(tensors: Sequence[tuple[int, Tensor]]) -> list[Slot]:
     """Numbers the tensors and picks those that move.
 
-    The same memory seen twice is one parameter, and memory that is partly shared is an error. As everywhere in torch, a
-    tensor that is frozen among others that are not stays where it is; if none requires a gradient, all move.
+    Tensors with equal views are one parameter; memory that is partly shared is an error. As everywhere in torch, frozen
+    tensors stay as they are; but if none requires a gradient, all move.
     """
     slots: list[Slot] = []
-    numbers = count()
     some_require_grad = any(tensor.requires_grad for _, tensor in tensors)
     aliases: dict[object, list[tuple[int, Tensor]]] = {}
     for group, tensor in tensors:
-        memory = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        aliases.setdefault(memory if tensor.numel() else object(), []).append((group, tensor))
-    for same in aliases.values():
-        number = next(numbers)
-        moving = [(group, t) for group, t in same if t.requires_grad or not some_require_grad]
+        aliases.setdefault(View.of(tensor) if tensor.numel() else object(), []).append((group, tensor))
+    for number, tied in enumerate(aliases.values()):
+        moving = [(group, t) for group, t in tied if t.requires_grad or not some_require_grad]
         if moving:
             group, tensor = moving[0]
             slots.append(Slot(tensor.detach(), number, group))
@@ -160,7 +179,7 @@ def _distinct(tensors: Sequence[tuple[int, Tensor]]) -> list[Slot]:
 
 
 def _refuse_overlap(tensors: Sequence[Tensor]) -> None:
-    """Raises if any element of memory belongs to two tensors, or twice to one."""
+    """Refuses tensors that share any element of memory with another tensor, or with themselves."""
     by_storage: dict[tuple[torch.device, int], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -176,7 +195,7 @@ def _refuse_overlap(tensors: Sequence[Tensor]) -> None:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their stretch of memory, each once, in whatever order of axes."""
+    """Whether the elements fill their stretch of memory, each once, in any order of axes."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != expected:
@@ -186,7 +205,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _mark_elements(members: Sequence[Tensor]) -> None:
-    """The slow and certain check for strided views of one storage: marks each element's memory as taken."""
+    """The slow and certain check for strided tensors of one storage: marks the memory of each element as taken."""
     size = min(tensor.element_size() for tensor in members)
     taken = torch.zeros(members[0].untyped_storage().nbytes() // size, dtype=torch.bool)
     for tensor in members:

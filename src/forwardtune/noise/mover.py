@@ -1,4 +1,4 @@
-"""The noise over a fixed list of slots: moves their tensors, in place, along the directions of steps."""
+"""Moves the tensors of a fixed list of slots, in place, along the directions of steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMITS = {"seed": 2**64, "step": 2**32, "direction": 2**16}
 
 
 def check_number(name: str, value: int) -> None:
-    """Refuses a seed, step or direction that the counter of the generator has no room for."""
+    """Refuses a seed, step or direction that does not fit the generator's counter."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < LIMITS[name]:
         raise InvalidArgumentError(f"{name} must be an integer from 0 to {LIMITS[name] - 1}, not {value!r}")
 
@@ -47,7 +47,7 @@ class Mover:
         for slot in slots:
             by_kind.setdefault(choose(backend, slot.tensor.device), []).append(slot)
         self.backends = [kind(members) for kind, members in by_kind.items()]
-        self._lengths: dict[tuple[int, int], float] = {}
+        self._scales: dict[tuple[int, int], float] = {}
 
     def move(self, step: int, terms: Sequence[Term]) -> None:
         """Moves all tensors along directions of a step, in one pass; see :class:`Term`."""
@@ -56,32 +56,39 @@ class Mover:
             for backend in self.backends:
                 backend.move(key, terms)
 
-    def chain(self, walks: Iterable[tuple[int, Sequence[Term]]]) -> None:
-        """Walks the terms of many steps, one step after the other, at the speed of the cache."""
-        keyed = [(self._key(step), self.in_units(step, terms)) for step, terms in walks if terms]
+    def chain(self, moves: Iterable[tuple[int, Sequence[Term]]]) -> None:
+        """Makes the moves of many steps, one after the other, while the weights are in the cache."""
+        keyed = [(self._key(step), self.in_units(step, terms)) for step, terms in moves if terms]
         if keyed:
             for backend in self.backends:
                 backend.chain(keyed)
 
     def in_units(self, step: int, terms: Sequence[Term]) -> Sequence[Term]:
-        """The terms in units of the vector that backends make, which for the sphere is the normal one."""
+        """The terms in units of the noise that backends make, which for the sphere is normal."""
         check_number("step", step)
         for term in terms:
             check_number("direction", term.direction)
             if not len(term.back) == len(term.forth) == self.groups:
-                raise InvalidArgumentError(f"a term needs one offset for each of {self.groups} groups")
+                raise InvalidArgumentError(
+                    f"a term needs one `back` and one `forth` for each of the {self.groups} groups, not {term}"
+                )
         if self.distribution != "sphere":
             return terms
-        return [_scaled(term, self.length(step, term.direction)) for term in terms]
+        return [_scaled(term, self.scale(step, term.direction)) for term in terms]
 
-    def length(self, step: int, direction: int) -> float:
-        """What the normal vector is multiplied by to lie on the sphere; kept for the step under way."""
-        if any(known != step for known, _ in self._lengths):
-            self._lengths.clear()
-        if (step, direction) not in self._lengths:
+    def scale(self, step: int, direction: int) -> float:
+        """The factor between the noise that backends make and the direction: 1, except for the sphere.
+
+        It is kept during a step.
+        """
+        if self.distribution != "sphere":
+            return 1.0
+        if any(known != step for known, _ in self._scales):
+            self._scales.clear()
+        if (step, direction) not in self._scales:
             squared = self._squared_length(self._key(step), direction)
-            self._lengths[step, direction] = sphere_scale(self.dimension, squared)
-        return self._lengths[step, direction]
+            self._scales[step, direction] = sphere_scale(self.dimension, squared)
+        return self._scales[step, direction]
 
     def _squared_length(self, key: Key, direction: int) -> float:
         if self.dimension >= EXACT_LENGTH_BELOW:

@@ -1,7 +1,7 @@
 """Philox-4x32-10, the counter-based generator behind all noise.
 
-A bijection of a 128-bit counter under a 64-bit key (Salmon et al., "Parallel random numbers: as easy
-as 1, 2, 3", SC 2011). There is no state: the same counter and key give the same four words anywhere.
+A bijection of a 128-bit counter under a 64-bit key (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+SC 2011). There is no state: the same counter and key give the same four words anywhere.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Word = TypeVar("Word", int, Tensor)
 def philox(c0: Word, c1: Word, c2: Word, c3: Word, k0: int, k1: int) -> tuple[Word, Word, Word, Word]:
     """Four 32-bit words for a counter of four 32-bit words, under a key of two.
 
-    The words are Python integers, or int64 tensors that broadcast (a 64-bit product that wraps keeps
-    the bits that count).
+    The words are Python integers, or int64 tensors that broadcast (64-bit products may wrap: the bits that are used
+    survive).
 
     >>> [f"{w:08x}" for w in philox(0, 0, 0, 0, 0, 0)]
     ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']

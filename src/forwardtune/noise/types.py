@@ -1,4 +1,4 @@
-"""What moves: a key of the noise, the slots that it covers, and the terms of a move."""
+"""What a move is made of: the key of the noise, the slots that move, and the terms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forwardtune.noise.distributions import Distribution
 
 
 class Key(NamedTuple):
-    """What the noise of a step depends on, beside direction, parameter and index."""
+    """What the noise of a step depends on, besides direction, parameter and index."""
 
     seed: int
     step: int
@@ -25,7 +25,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor with its number among the parameters and the number of its group."""
+    """A tensor that moves, with its number among the parameters and the number of its group."""
 
     tensor: Tensor
     parameter: int
@@ -33,10 +33,11 @@ class Slot:
 
 
 class Term(NamedTuple):
-    """A walk along one direction: in each group first `back` to the old point, then `forth` to the new one.
+    """Going back and forth along one direction: in each group first `back` to the old point, then `forth` to the new.
 
-    Both sums are rounded to the tensor's dtype, and the first takes away just what was once added: going back gives the
-    old weights exactly, but for sums that had passed a power of two or were a tie, which may be off by a last place.
+    Both sums are rounded to the tensor's dtype. Going back subtracts exactly what was added, which restores the old
+    weights, except where the sum had crossed a power of two or was a tie: those may be off by one unit in the last
+    place.
     """
 
     direction: int

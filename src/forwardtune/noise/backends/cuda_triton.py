@@ -1,7 +1,7 @@
 """The noise on CUDA tensors, compiled by triton: one launch moves all tensors of a dtype.
 
-A program takes one chunk of the plan, reads its weights once, adds every term and writes them back. The operations are
-the reference's, one by one, with fused multiply-add switched off. Set TRITON_INTERPRET=1 to run it on CPU tensors.
+A program takes one chunk, reads its weights once, adds every term and writes them back. The operations are those of the
+reference, one by one, with fused multiply-add disabled. Set TRITON_INTERPRET=1 to run it on CPU tensors.
 """
 
 # Compiled functions have no annotations.
@@ -19,11 +19,15 @@ import triton
 import triton.language as tl
 
 from forwardtune.noise import distributions as D
-from forwardtune.noise.backends.chunks import Plan
+from forwardtune.noise.backends import chunks, kinds
+from forwardtune.noise.backends.chunks import Chunks
+from forwardtune.noise.backends.kinds import KINDS
 from forwardtune.noise.types import Key, Move, Slot, Term
 
-RADEMACHER, UNIFORM, NORMAL = (tl.constexpr(kind) for kind in range(3))
-KINDS = {"rademacher": 0, "uniform": 1, "normal": 2, "sphere": 2}
+RADEMACHER, UNIFORM = (tl.constexpr(kind) for kind in (kinds.RADEMACHER, kinds.UNIFORM))
+COLUMNS = tl.constexpr(len(chunks.COLUMNS))
+ADDRESS, COUNT, START = (tl.constexpr(column) for column in (chunks.ADDRESS, chunks.COUNT, chunks.START))
+PARAMETER, GROUP, LAYOUT = (tl.constexpr(column) for column in (chunks.PARAMETER, chunks.GROUP, chunks.LAYOUT))
 TYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 CHUNK = tl.constexpr(D.RADEMACHER_TILE)
@@ -50,16 +54,16 @@ def _words(start, tile_size: tl.constexpr, direction, parameter, step, k0, k1):
 
 
 @triton.jit
-def _numbers(tile_size: tl.constexpr, elements_a_word: tl.constexpr):
-    """The index of the first element that each word of a chunk makes, as (lane, row)."""
+def _first_elements(tile_size: tl.constexpr, word_elements: tl.constexpr):
+    """The index of the first element that each word of a chunk gives, as (lane, row)."""
     lane = tl.arange(0, CHUNK // tile_size * LANES)
-    place = (lane % LANES)[:, None] + tl.arange(0, 4)[None, :] * LANES
-    return ((lane // LANES * tile_size)[:, None] + place * elements_a_word).to(tl.int64)
+    word = (lane % LANES)[:, None] + tl.arange(0, 4)[None, :] * LANES
+    return ((lane // LANES * tile_size)[:, None] + word * word_elements).to(tl.int64)
 
 
 @triton.jit
 def _normal(word):
-    """Box and Muller's pair of a word."""
+    """The Box-Muller pair of a word."""
     u = (word >> 1 | 1).to(tl.int32).to(tl.float32)
     bits = u.to(tl.int32, bitcast=True) - HALF_BITS
     exponent = ((bits >> 23) - 31).to(tl.float32)
@@ -81,7 +85,7 @@ def _uniform(word):
 
 
 @triton.jit
-def _walk(x, noise, back, forth, compute: tl.constexpr):
+def _move_term(x, noise, back, forth, compute: tl.constexpr):
     """Both sums of a term."""
     if back != 0:
         x = _sum(x, noise, -back, compute)
@@ -93,7 +97,7 @@ def _walk(x, noise, back, forth, compute: tl.constexpr):
 @triton.jit
 def _sum(x, noise, scale, compute: tl.constexpr):
     total = x.to(compute) + noise.to(compute) * scale.to(compute)
-    if x.dtype == tl.bfloat16:  # to nearest even by hand: triton's interpreter cuts off
+    if x.dtype == tl.bfloat16:  # to nearest even by hand: triton's interpreter truncates
         bits = total.to(tl.uint32, bitcast=True)
         bits = tl.where(total == total, bits + 0x7FFF + (bits >> 16 & 1) >> 16, 0x7FC0)
         return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -101,7 +105,7 @@ def _sum(x, noise, scale, compute: tl.constexpr):
 
 
 @triton.jit
-def _place(address, element, start, shape, strides, dtype: tl.constexpr, dims: tl.constexpr):
+def _pointers(address, element, start, shape, strides, dtype: tl.constexpr, dims: tl.constexpr):
     """Pointers to elements of a chunk, by their index in it."""
     if dims == 0:
         return address.to(tl.pointer_type(dtype)) + element
@@ -116,33 +120,34 @@ def _place(address, element, start, shape, strides, dtype: tl.constexpr, dims: t
 
 @triton.jit(do_not_specialize=["terms", "groups", "step", "k0", "k1"])
 def _move(
-    chunks, shapes, strides, directions, offsets, terms, groups, step, k0, k1,
+    table, shapes, strides, directions, offsets, terms, groups, step, k0, k1,
     kind: tl.constexpr, dtype: tl.constexpr, compute: tl.constexpr, dims: tl.constexpr,
 ):  # fmt: skip
-    row = chunks + tl.program_id(0) * 8
-    address, count, start = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-    parameter, group, layout = tl.load(row + 3), tl.load(row + 4), tl.load(row + 7)
+    """Moves one chunk along every term."""
+    row = table + tl.program_id(0) * COLUMNS
+    address, count, start = tl.load(row + ADDRESS), tl.load(row + COUNT), tl.load(row + START)
+    parameter, group, layout = tl.load(row + PARAMETER), tl.load(row + GROUP), tl.load(row + LAYOUT)
     shape, stride = shapes + layout * dims, strides + layout * dims
     if kind == RADEMACHER:
         bit = tl.arange(0, 32)[None, None, :]
-        element = _numbers(CHUNK, 32)[:, :, None] + bit
-        place = _place(address, element, start, shape, stride, dtype, dims)
-        x = tl.load(place, mask=element < count)
+        element = _first_elements(CHUNK, 32)[:, :, None] + bit
+        pointers = _pointers(address, element, start, shape, stride, dtype, dims)
+        x = tl.load(pointers, mask=element < count)
         for term in range(terms):
             back = tl.load(offsets + 2 * term * groups + group)
             forth = tl.load(offsets + (2 * term + 1) * groups + group)
             if back != forth:
                 words = _words(start, CHUNK, tl.load(directions + term), parameter, step, k0, k1)
                 sign = (words[:, :, None] >> bit.to(tl.uint32) & 1).to(tl.int32)
-                x = _walk(x, (1 - 2 * sign).to(tl.float32), back, forth, compute)
-        tl.store(place, x, mask=element < count)
+                x = _move_term(x, (1 - 2 * sign).to(tl.float32), back, forth, compute)
+        tl.store(pointers, x, mask=element < count)
     else:
-        first = _numbers(BLOCK, 1)
+        first = _first_elements(BLOCK, 1)
         second = first + TILE_WORDS
-        place1 = _place(address, first, start, shape, stride, dtype, dims)
-        place2 = _place(address, second, start, shape, stride, dtype, dims)
-        x1 = tl.load(place1, mask=first < count)
-        x2 = tl.load(place2, mask=second < count)
+        pointers1 = _pointers(address, first, start, shape, stride, dtype, dims)
+        pointers2 = _pointers(address, second, start, shape, stride, dtype, dims)
+        x1 = tl.load(pointers1, mask=first < count)
+        x2 = tl.load(pointers2, mask=second < count)
         for term in range(terms):
             back = tl.load(offsets + 2 * term * groups + group)
             forth = tl.load(offsets + (2 * term + 1) * groups + group)
@@ -152,18 +157,18 @@ def _move(
                     noise1, noise2 = _uniform(words)
                 else:
                     noise1, noise2 = _normal(words)
-                x1 = _walk(x1, noise1, back, forth, compute)
-                x2 = _walk(x2, noise2, back, forth, compute)
-        tl.store(place1, x1, mask=first < count)
-        tl.store(place2, x2, mask=second < count)
+                x1 = _move_term(x1, noise1, back, forth, compute)
+                x2 = _move_term(x2, noise2, back, forth, compute)
+        tl.store(pointers1, x1, mask=first < count)
+        tl.store(pointers2, x2, mask=second < count)
 
 
 @triton.jit(do_not_specialize=["direction", "step", "k0", "k1"])
-def _squares(chunks, totals, direction, step, k0, k1):
+def _squares(table, totals, direction, step, k0, k1):
     """The squared length of each chunk's normal noise, in fixed point."""
-    row = chunks + tl.program_id(0) * 8
-    count, start, parameter = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
-    first = _numbers(BLOCK, 1)
+    row = table + tl.program_id(0) * COLUMNS
+    count, start, parameter = tl.load(row + COUNT), tl.load(row + START), tl.load(row + PARAMETER)
+    first = _first_elements(BLOCK, 1)
     cosine, sine = _normal(_words(start, BLOCK, direction, parameter, step, k0, k1))
     one = (cosine * cosine * FIXED_POINT + 0.5).to(tl.int32).to(tl.int64)
     two = (sine * sine * FIXED_POINT + 0.5).to(tl.int32).to(tl.int64)
@@ -182,11 +187,11 @@ class CudaTriton:
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         """Sorts the slots into launches: one for each device, dtype and number of strided axes (none if contiguous)."""
-        kinds: dict[tuple[torch.device, torch.dtype, int], list[Slot]] = {}
+        alike: dict[tuple[torch.device, torch.dtype, int], list[Slot]] = {}
         for slot in slots:
             t = slot.tensor
-            kinds.setdefault((t.device, t.dtype, 0 if t.is_contiguous() else t.dim()), []).append(slot)
-        self.launches = [_Launch(*kind, members) for kind, members in kinds.items()]
+            alike.setdefault((t.device, t.dtype, 0 if t.is_contiguous() else t.dim()), []).append(slot)
+        self.launches = [_Launch(*key, members) for key, members in alike.items()]
 
     def move(self, key: Key, terms: Sequence[Term]) -> None:
         directions = torch.tensor([term.direction for term in terms])
@@ -194,8 +199,8 @@ class CudaTriton:
         for launch in self.launches:
             launch.move(key, directions, offsets)
 
-    def chain(self, walks: Sequence[Move]) -> None:
-        for key, terms in walks:
+    def chain(self, moves: Sequence[Move]) -> None:
+        for key, terms in moves:
             self.move(key, terms)
 
     def squares(self, key: Key, direction: int) -> int:
@@ -203,14 +208,14 @@ class CudaTriton:
 
 
 class _Launch:
-    """The plan of one kernel launch, on its device."""
+    """The chunks of one kernel launch, on their device."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, dims: int, slots: Sequence[Slot]) -> None:
         self.device, self.dtype, self.dims = device, dtype, dims
-        plan = Plan(slots, CHUNK.value)
-        self.programs = len(plan.chunks)
-        self.chunks, self.shapes, self.strides = (
-            torch.from_numpy(table).to(device) for table in (plan.chunks, plan.shapes, plan.strides)
+        members = Chunks(slots, CHUNK.value)
+        self.programs = len(members.table)
+        self.table, self.shapes, self.strides = (
+            torch.from_numpy(array).to(device) for array in (members.table, members.shapes, members.strides)
         )
 
     def move(self, key: Key, directions: torch.Tensor, offsets: torch.Tensor) -> None:
@@ -219,7 +224,7 @@ class _Launch:
         compute = tl.float64 if self.dtype == torch.float64 else tl.float32
         with _on(self.device):
             _move[(self.programs,)](
-                self.chunks, self.shapes, self.strides, directions.to(self.device), offsets.to(self.device),
+                self.table, self.shapes, self.strides, directions.to(self.device), offsets.to(self.device),
                 len(directions), offsets.shape[-1], key.step, *key.seed_words,
                 kind=KINDS[key.distribution], dtype=TYPES[self.dtype], compute=compute, dims=self.dims, **OPTIONS,
             )  # fmt: skip
@@ -228,10 +233,10 @@ class _Launch:
         totals = torch.zeros(self.programs, dtype=torch.int64, device=self.device)
         if self.programs:
             with _on(self.device):
-                _squares[(self.programs,)](self.chunks, totals, direction, key.step, *key.seed_words, **OPTIONS)
+                _squares[(self.programs,)](self.table, totals, direction, key.step, *key.seed_words, **OPTIONS)
         return int(totals.sum())
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Makes the device current, where that means something."""
+    """Makes a CUDA device current; others need nothing."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

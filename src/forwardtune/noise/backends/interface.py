@@ -1,4 +1,4 @@
-"""What a backend is: something that adds scaled noise to tensors in one pass."""
+"""What a backend is: it adds scaled noise to tensors in one pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forwardtune.noise.types import Key, Move, Slot, Term
 
 
 class Backend(Protocol):
-    """Noise for a fixed list of slots."""
+    """Moves a fixed list of slots."""
 
     name: str
 
@@ -24,11 +24,11 @@ class Backend(Protocol):
     def move(self, key: Key, terms: Sequence[Term]) -> None:
         """`x = (x - back * s) + forth * s` for every slot, term after term.
 
-        An offset of zero is left out, and so is the whole term where `back` equals `forth`.
+        An offset of zero is skipped, and so is the whole term where `back` equals `forth`.
         """
 
     def chain(self, moves: Sequence[Move]) -> None:
-        """What `move` does, for one step after the other; all have one seed and distribution."""
+        """What `move` does, for one step after the other; all have the same seed and distribution."""
 
     def squares(self, key: Key, direction: int) -> int:
         """The squared length of the direction's normal vector over all slots, in fixed point."""

@@ -1,6 +1,6 @@
-"""The compiled pieces of the CPU backend: words of Philox, floats of noise, rounded sums, strided copies.
+"""The compiled pieces of the CPU backend: Philox words, noise as floats, rounded sums, strided copies.
 
-Each handles at most a block of 512 elements in L1; `cpu_numba` strings them together.
+Each handles at most a block of 512 elements in L1; `cpu_numba` puts them together.
 """
 
 # Compiled functions have no annotations, and numba's own are incomplete.
@@ -19,14 +19,13 @@ from numba.extending import intrinsic
 from forwardtune.noise import distributions as D
 from forwardtune.noise import philox as P
 from forwardtune.noise.backends.chunks import DTYPES
+from forwardtune.noise.backends.kinds import RADEMACHER, UNIFORM
 from forwardtune.noise.types import Key
 
 u16, u32, u64, i32, i64 = np.uint16, np.uint32, np.uint64, np.int32, np.int64
 f32, f64 = np.float32, np.float64
 
 F32, F64, BF16, F16 = range(len(DTYPES))
-RADEMACHER, UNIFORM, NORMAL = range(3)
-KINDS = {"rademacher": RADEMACHER, "uniform": UNIFORM, "normal": NORMAL, "sphere": NORMAL}
 
 jit: Callable[[Any], Any] = njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")
 
@@ -42,8 +41,8 @@ def pointer(typing_context: Any, address: Any, scalar: Any) -> Any:
     return signature, generate
 
 
-# Philox in 64-bit lanes: only the low half of a lane counts, so that a round is two multiplications,
-# two shifts and two exclusive ors, and nothing is packed or masked before the end.
+# Philox in 64-bit lanes: only the low half of a lane is used, so that a round is two multiplications, two shifts and
+# two exclusive ors, and nothing is packed or masked before the end.
 _LANES, _WORDS, _LOW, _32 = u64(D.LANES), u64(D.TILE_WORDS), u64(P.MASK), u64(32)
 _M0, _M1 = (u64(m) for m in P.MULTIPLIERS)
 
@@ -64,10 +63,10 @@ def philox(words, block, direction, parameter, step, keys):
 
 @cache
 def round_keys(seed: int) -> Any:
-    """The keys of all rounds, as Philox raises them from the seed."""
+    """The keys of all rounds, which Philox derives from the seed."""
     k0, k1 = Key(seed, 0, "rademacher").seed_words
-    raised = [((k0 + r * P.WEYL[0]) & P.MASK, (k1 + r * P.WEYL[1]) & P.MASK) for r in range(P.ROUNDS)]
-    return np.array(raised, u64)
+    keys = [((k0 + r * P.WEYL[0]) & P.MASK, (k1 + r * P.WEYL[1]) & P.MASK) for r in range(P.ROUNDS)]
+    return np.array(keys, u64)
 
 
 @jit
@@ -90,7 +89,7 @@ def add_signs(x, word, scale):
 
 @jit
 def add_rademacher(x, words, scale):
-    """The signs of a whole block go straight into float32 sums: the noise itself is never written."""
+    """The signs of a whole block go straight into float32 sums: the noise itself is never stored."""
     for k in range(D.BLOCK // 32):
         add_signs(x[32 * k : 32 * k + 32], words[k], f32(scale).view(u32))
 
@@ -107,10 +106,10 @@ def _add_five_signs(address, word, c0, c1, c2, c3, c4):
 
 @jit
 def add_five_rademacher(address, words, offsets):
-    """Five sums one after the other in a register, for 32 elements a word.
+    """Five sums one after the other in a register, for 32 elements per word.
 
-    Rounding is symmetric, so instead of each offset the weight gets the sign, and loses it again before the last sum,
-    whose zeros are thus +0.0 as they should be. Offsets of -0.0 change nothing; at least one must not be zero.
+    Rounding is symmetric, so the sign is applied to the weight instead of to each offset, and undone before the last
+    sum, whose zeros are thus +0.0 as they should be. Offsets of -0.0 change nothing; at least one must not be zero.
     """
     c0, c1, c2, c3, c4 = f32(offsets[0]), f32(offsets[1]), f32(offsets[2]), f32(offsets[3]), f32(offsets[4])
     for k in range(u64(words.size)):
@@ -200,7 +199,7 @@ def add_bf16(x, noise, scale):
 def add_f16(x, noise, scale):
     for j in range(u64(x.size)):
         half = u32(x[j])
-        # to float32: shift into place and let a multiplication mend the exponent, also of subnormals
+        # to float32: shift the bits and let a multiplication correct the exponent, also of subnormals
         magnitude = f32(u32(u32(half & u32(0x7FFF)) << u32(13)).view(f32) * f32(2.0**112))
         full = u32(f32(magnitude).view(u32) | u32(u32(half & u32(0x8000)) << u32(16)))
         if u32(half & u32(0x7C00)) == u32(0x7C00):
@@ -244,21 +243,21 @@ def copy(target, source, dtype):
 def exchange(address, packed, dtype, count, start, shape, strides, out):
     """Elements `start` onwards of a strided tensor, copied to packed memory or (`out`) back."""
     size = i64(8) if dtype == F64 else i64(4) if dtype == F32 else i64(2)
-    position = np.empty(shape.size, i64)
-    place, rest = address, start
+    index = np.empty(shape.size, i64)
+    element, rest = address, start
     for axis in range(shape.size - 1, -1, -1):
-        position[axis] = rest % shape[axis]
+        index[axis] = rest % shape[axis]
         rest //= shape[axis]
-        place += position[axis] * strides[axis]
+        element += index[axis] * strides[axis]
     for j in range(count):
         if out:
-            copy(place, packed + j * size, dtype)
+            copy(element, packed + j * size, dtype)
         else:
-            copy(packed + j * size, place, dtype)
+            copy(packed + j * size, element, dtype)
         for axis in range(shape.size - 1, -1, -1):
-            place += strides[axis]
-            position[axis] += 1
-            if position[axis] < shape[axis]:
+            element += strides[axis]
+            index[axis] += 1
+            if index[axis] < shape[axis]:
                 break
-            place -= position[axis] * strides[axis]
-            position[axis] = 0
+            element -= index[axis] * strides[axis]
+            index[axis] = 0

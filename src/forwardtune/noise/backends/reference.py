@@ -1,6 +1,6 @@
-"""The noise, spelled out in plain torch operations: the oracle of every other backend, and the one that runs anywhere.
+"""The noise, spelled out in plain torch operations: the oracle for every other backend, and it runs anywhere.
 
-Each element is computed alone from its own index; nothing is shared between neighbours.
+Each element is computed from its own index alone; nothing is shared between neighbours.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from forwardtune.noise.philox import MASK, philox
 from forwardtune.noise.types import Key, Move, Slot, Term
 
 CHUNK = 1 << 18
-"""Elements whose noise is held at a time."""
+"""Elements whose noise is held in memory at a time."""
 
 
 def values(key: Key, direction: int, parameter: int, start: int, stop: int, device: torch.device) -> Tensor:
-    """Elements `start` to `stop` of a parameter's noise (of its normal, for the sphere), as float32."""
+    """Elements `start` to `stop` of a parameter's noise (the normal noise, for the sphere), as float32."""
     index = torch.arange(start, stop, device=device)
     if key.distribution == "rademacher":
         sign = _word(key, direction, parameter, index // 32) >> index % 32 & 1
@@ -35,7 +35,7 @@ def values(key: Key, direction: int, parameter: int, start: int, stop: int, devi
 
 
 def _word(key: Key, direction: int, parameter: int, number: Tensor) -> Tensor:
-    """Words of the parameter's stream, by their number."""
+    """Words of the parameter's stream, by number."""
     block = number // D.TILE_WORDS * D.LANES + number % D.LANES
     c1 = block >> 32 << 16 | direction
     words = philox(
@@ -46,7 +46,7 @@ def _word(key: Key, direction: int, parameter: int, number: Tensor) -> Tensor:
 
 
 def _box_muller(word: Tensor, second: Tensor) -> Tensor:
-    """The cosine half of the pair that a word makes, or its sine half where `second`."""
+    """The cosine half of the pair that a word gives, or its sine half where `second`."""
     u = (word >> 1 | 1).to(torch.float32)  # 2^31 times a number in (0, 1]
     bits = u.view(torch.int32) - D.SQRT_HALF_BITS
     exponent = ((bits >> 23) - 31).to(torch.float32)
@@ -61,10 +61,10 @@ def _box_muller(word: Tensor, second: Tensor) -> Tensor:
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """The float32 square root to nearest, which torch's own is not on every device.
+    """The float32 square root rounded to nearest, which torch's own is not on every device.
 
-    For x = m * 4^e with a whole m in [2^46, 2^48), the root is r * 2^e with r the whole number nearest to sqrt(m), that
-    is `r*r - r < m <= r*r + r`. Torch's root gives an r that is off by little.
+    For x = m * 4^e with an integer m in [2^46, 2^48), the root is r * 2^e with r the integer nearest to sqrt(m), that
+    is `r*r - r < m <= r*r + r`. Torch's root gives an r that is nearly right.
     """
     bits = x.abs().view(torch.int32).to(torch.int64)
     exponent, mantissa = (bits >> 23) - 127, bits & 0x7FFFFF | 1 << 23
@@ -99,7 +99,7 @@ def _pieces(tensor: Tensor, start: int = 0) -> Iterator[tuple[Tensor, int]]:
 
 
 class Reference:
-    """Moves tensors of any device, dtype and layout, slowly and visibly."""
+    """Moves tensors of any device, dtype and layout, slowly and plainly."""
 
     name = "reference"
 
@@ -124,8 +124,8 @@ class Reference:
                             scale = torch.tensor(offset, dtype=compute, device=piece.device)
                             piece.copy_(piece.to(compute) + noise * scale)
 
-    def chain(self, walks: Sequence[Move]) -> None:
-        for key, terms in walks:
+    def chain(self, moves: Sequence[Move]) -> None:
+        for key, terms in moves:
             self.move(key, terms)
 
     def squares(self, key: Key, direction: int) -> int:

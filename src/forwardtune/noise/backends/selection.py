@@ -1,4 +1,4 @@
-"""The one place where a backend is chosen."""
+"""Chooses the backend that moves the tensors of a device."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ BACKENDS = {
     "reference": ("reference", "Reference"),
 }
 PREFERRED = {"cpu": "numba", "cuda": "triton"}
-"""The backend for a kind of device; the reference runs on all others."""
+"""The preferred backend by type of device; on all others the reference runs."""
 
 
 def choose(name: str, device: torch.device) -> type[Backend]:
-    """The backend for tensors of a device. One asked for by name is used or refused, never replaced."""
+    """The backend for tensors on a device. One requested by name is used or refused, never replaced."""
     if name == "auto":
         preferred = PREFERRED.get(device.type, "reference")
         try:
             return _load(preferred)
         except ImportError as error:
             warnings.warn(
-                f"{preferred} cannot be loaded ({error}); using the reference backend, which is slow. "
-                f"Run: pip install {preferred}",
+                f"{preferred} cannot be loaded ({error}), so the slow reference backend is used. "
+                f"To be fast, run: pip install {preferred}",
                 RuntimeWarning,
                 stacklevel=2,
             )
