@@ -439,7 +439,7 @@ def test_an_interrupt_during_a_move_waits_for_its_end(monkeypatch, number, move)
     torch.manual_seed(7)
     ft.VS2P(twin.parameters(), rho=0.1).step(twins_closure)
     torch.manual_seed(7)
-    walk, moves = optimizer.field.walk, []
+    walk, moves = optimizer.field.mover.move, []
 
     def interrupted(step, terms):
         walk(step, terms)
@@ -450,7 +450,7 @@ def test_an_interrupt_during_a_move_waits_for_its_end(monkeypatch, number, move)
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(optimizer.field, "walk", interrupted)
+    monkeypatch.setattr(optimizer.field.mover, "move", interrupted)
     old = signal.signal(number, stop)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -510,7 +510,7 @@ def test_a_loss_that_is_not_finite(method, bad):
 def test_offsets_too_far_to_come_back_from_are_not_walked(make, dtype):
     x = torch.tensor([1.0, -2.0, 3.0], dtype=dtype)
     optimizer = make([x])
-    with pytest.warns(RuntimeWarning, match="find back") as caught:
+    with pytest.warns(RuntimeWarning, match="return exactly") as caught:
         optimizer.step(lambda: x.double().square().sum())
     assert caught[0].filename == __file__
     assert not optimizer.last_step.taken
@@ -732,7 +732,7 @@ def test_reach_is_where_it_says():
     for dtype, limit in ((torch.float32, 2896.3), (torch.bfloat16, 11.3)):
         x = torch.ones(3, dtype=dtype)
         ft.STP([x], lr=0.99 * limit).step(lambda: 0.0)
-        with pytest.warns(RuntimeWarning, match="find back"):
+        with pytest.warns(RuntimeWarning, match="return exactly"):
             loss = ft.STP([x], lr=1.01 * limit).step(lambda: 0.0)
         assert torch.is_tensor(loss)
         assert loss.isnan()
@@ -745,14 +745,14 @@ def test_an_interrupt_during_an_averaged_move_comes_after_the_step(monkeypatch):
     torch.manual_seed(7)
     ft.VS2P(twin.parameters(), rho=0.01, directions=3).step(twins_closure)
     torch.manual_seed(7)
-    walk = optimizer.field.walk
+    walk = optimizer.field.mover.move
 
     def interrupted(step, terms):
         walk(step, terms)
         if len(terms) == 3 and any(any(term.forth) for term in terms):
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(optimizer.field, "walk", interrupted)
+    monkeypatch.setattr(optimizer.field.mover, "move", interrupted)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step(closure)
     assert torch.equal(weights(model), weights(twin))

@@ -1,6 +1,7 @@
 """Fine-tune deep models with forward passes only."""
 
-from importlib.metadata import version
+from importlib.metadata import version as _version
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from forwardtune import theory
 from forwardtune.errors import (
@@ -11,13 +12,14 @@ from forwardtune.errors import (
     LedgerError,
     NonFiniteLossError,
 )
+from forwardtune.errors import deprecated_names as _deprecated_names
 from forwardtune.ledger import Ledger, replay, resume
 from forwardtune.methods import S2P, STP, VS2P, MeZO
 from forwardtune.noise import Field
 from forwardtune.optimizer import LineSearch, Recorder, RunOptions
 from forwardtune.record import Decision, LineRecord, StepRecord
 
-__version__ = version("forwardtune")
+__version__ = _version("forwardtune")
 
 __all__ = [
     "S2P",
@@ -42,3 +44,8 @@ __all__ = [
     "resume",
     "theory",
 ]
+
+if _TYPE_CHECKING:
+    Stand = Decision
+else:
+    __getattr__ = _deprecated_names(__name__, Stand=Decision)

@@ -1,12 +1,12 @@
 """The buffers of the modules that a closure runs, as they were before it ran.
 
-Modules are found by hooks that are there during the first evaluation of each step (and all evaluations of the first
-step); in the other evaluations, the modules found so far are looked at without hooks. `torch.compile(model)` returns a
-module that is seen as a whole; since hooks would make the compiler start over, none are set once one has been seen.
-Inside code that is compiled otherwise (the closure itself, `model.compile()`) nothing is seen.
+Modules are discovered by hooks, which are set during the first query of each step (and all queries of the first step);
+the other queries check the modules known so far, without hooks. `torch.compile(model)` returns a module that is handled
+as a whole; since hooks would trigger recompilation, none are set once such a module has been seen. Inside code that is
+compiled otherwise (the closure itself, `model.compile()`) no module is discovered.
 
-Buffers of more than `LARGE` elements (masks, quantised weights) are taken for constants, and not copied until one is
-seen to change. Buffers that share memory with the weights being tuned are left to the line.
+Buffers of more than `LARGE` elements (masks, quantised weights) are assumed constant, and not copied until one is seen
+to change. Buffers that share memory with the weights being tuned are left to the line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 
 LARGE = 100_000
 
-# Torch warns that a global hook fires for the compiled module as well as for its parts; here that is the purpose.
+# Torch warns that a global hook fires for the compiled module as well as for its parts; here that is intended.
 warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks on modules")
 
 
@@ -33,7 +33,7 @@ class Modules:
     """What is known of the modules that a run's closures call."""
 
     def __init__(self) -> None:
-        self.found: WeakSet[nn.Module] = WeakSet()
+        self.with_buffers: WeakSet[nn.Module] = WeakSet()
         self.large_that_change: set[tuple[int, str]] = set()
         self.compiled = False
         self.steps = 0
@@ -41,37 +41,38 @@ class Modules:
 
 class _Saved(NamedTuple):
     tensor: Tensor
-    place: tuple[int, str]
+    owner: tuple[int, str]
+    """The module's id, and the buffer's name there."""
     version: int
     value: Tensor | None
 
 
 class Buffers:
-    """The buffers of one step; `tuned` holds the storages of the weights, which are none of its business."""
+    """The buffers of one step. `tuned` holds the storages of the weights, which are not restored."""
 
     def __init__(self, modules: Modules, tuned: frozenset[int]) -> None:
         modules.steps += 1
         self._modules, self._tuned = modules, tuned
-        self._evaluations = 0
+        self._queries = 0
         self._thread = threading.get_ident()
         self._saved: dict[int, _Saved] = {}
         self._entered: dict[tuple[nn.Module, str], Tensor] = {}
         self._replaced: dict[tuple[nn.Module, str], tuple[Tensor, Tensor | None]] = {}
-        """Buffers that a module assigned anew: the old tensor and the latest."""
+        """Buffers that a module reassigned: the first tensor and the latest."""
 
     def watch(self, closure: Callable[[], Any]) -> Any:
-        """Calls the closure and notes buffers before the modules that it runs change them."""
-        self._evaluations += 1
-        if self._modules.compiled or (self._evaluations > 1 and self._modules.steps > 1):
-            found = list(self._modules.found)
-            self._note(found)
+        """Calls the closure and saves buffers before the modules that it runs change them."""
+        self._queries += 1
+        if self._modules.compiled or (self._queries > 1 and self._modules.steps > 1):
+            known = list(self._modules.with_buffers)
+            self._note(known)
             try:
                 return closure()
             finally:
-                self._note_replaced(found)
+                self._note_replaced(known)
         with ExitStack() as hooks:
             hooks.enter_context(register_module_forward_pre_hook(self._enter))
-            if self._modules.steps == 1 or self._modules.found:
+            if self._modules.steps == 1 or self._modules.with_buffers:
                 hooks.enter_context(register_module_forward_hook(self._leave, always_call=True))
             return closure()
 
@@ -84,7 +85,7 @@ class Buffers:
         self._note_replaced(self._parts(module))
 
     def _parts(self, module: nn.Module) -> Iterable[nn.Module]:
-        """The modules to look at when this one is called: its parts too if they will not be called in the open."""
+        """The modules to check when this one is called: its parts too if no hook fires for them."""
         compiled = "_orig_mod" in module._modules
         scripted = isinstance(module, torch.jit.ScriptModule)
         if not (compiled or scripted or module._buffers):
@@ -97,7 +98,7 @@ class Buffers:
     def _note(self, modules: Iterable[nn.Module]) -> None:
         for module in modules:
             if len(module._buffers):
-                self._modules.found.add(module)
+                self._modules.with_buffers.add(module)
                 for name, buffer in module._buffers.items():
                     if buffer is not None and not is_lazy(buffer):
                         self._entered[module, name] = buffer
@@ -105,11 +106,11 @@ class Buffers:
                             self._saved[id(buffer)] = self._save(module, name, buffer)
 
     def _save(self, module: nn.Module, name: str, buffer: Tensor) -> _Saved:
-        place = id(module), name
+        owner = id(module), name
         version = 0 if buffer.is_inference() else buffer._version
-        constant = buffer.numel() > LARGE and place not in self._modules.large_that_change
+        constant = buffer.numel() > LARGE and owner not in self._modules.large_that_change
         value = None if constant or not self._can_be_written(buffer) else buffer.clone()
-        return _Saved(buffer, place, version, value)
+        return _Saved(buffer, owner, version, value)
 
     def _can_be_written(self, buffer: Tensor) -> bool:
         if buffer.layout != torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(buffer):
@@ -119,7 +120,7 @@ class Buffers:
 
     def _note_replaced(self, modules: Iterable[nn.Module]) -> None:
         for module in modules:
-            if not isinstance(module, torch.jit.ScriptModule):  # whose buffers are new Python objects at every look
+            if not isinstance(module, torch.jit.ScriptModule):  # whose buffers are new Python objects at every access
                 for name in list(module._buffers):
                     old, new = self._entered.get((module, name)), module._buffers[name]
                     if old is not None and new is not old:
@@ -127,13 +128,13 @@ class Buffers:
                         self._replaced[module, name] = first, new
 
     def restore(self) -> None:
-        """Back to what was noted."""
+        """Restores what was saved."""
         for saved in self._saved.values():
             if saved.value is not None:
                 with torch.inference_mode(saved.tensor.is_inference()), torch.no_grad():
                     saved.tensor.copy_(saved.value)
             elif not saved.tensor.is_inference() and saved.version != saved.tensor._version:
-                self._modules.large_that_change.add(saved.place)
+                self._modules.large_that_change.add(saved.owner)
         for (module, name), (first, latest) in self._replaced.items():
             if module._buffers.get(name) is latest:
                 module._buffers[name] = first

@@ -1,11 +1,11 @@
 """The user's closure as a function of the weights alone.
 
-A step compares losses, so its evaluations must differ in nothing but the weights. Each of them starts from the same
-state of torch's random generators (the CPU's and those of the parameters' devices) and of the buffers of every module
-that runs, and the state that the last one leaves behind stays: afterwards the generators and BatchNorm's running
-statistics have advanced as if the closure had been called once.
+A step compares losses, so its queries must differ in nothing but the weights. Each query starts from the same state of
+torch's random generators (the CPU's and those of the parameters' devices) and of the buffers of every module that runs.
+The state that the last query leaves behind stays: afterwards the generators and BatchNorm's running statistics have
+advanced as if the closure had been called once.
 
-Random numbers that are not torch's, and state that is no buffer of a module, are not rewound.
+Random numbers that are not torch's, and state that is not a module's buffer, are not rewound.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ Closure = Callable[[], Any]
 
 
 class Objective:
-    """One step's view of the closure: call it for the loss at the present weights."""
+    """The closure as one step queries it: call it for the loss at the current weights."""
 
     def __init__(self, closure: Closure, field: Field, modules: Modules) -> None:
         self._closure = closure
         self._generators = _Generators(device for device in field.devices if device.type != "cpu")
         self._buffers = Buffers(modules, field.storages)
-        self.last: Any = None
+        self._last: Any = None
         self.queries = 0
 
     def __call__(self) -> float:
         if self.queries:
             self.rewind()
         self.queries += 1
-        torch.clear_autocast_cache()  # it may hold casts of the weights as they were
-        self.last = self._buffers.watch(self._closure)
-        return _as_float(self.last)
+        torch.clear_autocast_cache()  # it may hold casts of the weights before the move
+        self._last = self._buffers.watch(self._closure)
+        return _as_float(self._last)
 
     def rewind(self, *, generators: bool = True) -> None:
-        """Back to the state before the first evaluation."""
+        """Restores the state before the first query."""
         self._buffers.restore()
         if generators:
             self._generators.restore()
 
     def like_closure(self, loss: float) -> Tensor | float:
-        """A loss in the closure's own currency: a tensor if it returns tensors."""
+        """A loss in the closure's own type: a tensor if it returns tensors."""
         if self.queries == 0:
             return torch.tensor(loss)
-        if not isinstance(self.last, Tensor):
+        if not isinstance(self._last, Tensor):
             return loss
-        dtype = self.last.dtype if self.last.is_floating_point() else torch.get_default_dtype()
-        return torch.scalar_tensor(loss, dtype=dtype, device=self.last.device)
+        dtype = self._last.dtype if self._last.is_floating_point() else torch.get_default_dtype()
+        return torch.scalar_tensor(loss, dtype=dtype, device=self._last.device)
 
 
 def _as_float(loss: Any) -> float:

@@ -1,21 +1,21 @@
 """The engine: a `torch.optim.Optimizer` around a search along random lines.
 
 A method is a generator function, its search. It yields the offsets at which it wants the loss, is sent the losses, and
-returns where it wants to stand:
+returns a decision, the offset to move to:
 
     def search(memory, *, lr, rho):
         gamma = ((yield +rho) - (yield -rho)) / (2 * rho)
         return Decision(-lr * gamma, gamma=gamma)
 
-Each parameter group runs a search of its own with its own settings; all walk in step, so that every probe is one
-evaluation for all of them. The engine owns everything else: noise, moves, common random numbers, bad losses, state.
+Each parameter group runs its own search with its own settings; all proceed in lockstep, so that every probe is one
+query for all of them. The engine owns everything else: noise, moves, common random numbers, bad losses, state.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypedDict
 
@@ -23,29 +23,38 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from forwardtune.arguments import Params, as_groups, check_integer, is_number, plain, tensors_of
+from forwardtune.arguments import (
+    Params,
+    as_groups,
+    check_integer,
+    check_state_dict,
+    count_elements,
+    is_number,
+    plain,
+    tensors_of,
+)
 from forwardtune.buffers import Modules
-from forwardtune.errors import InvalidArgumentError, NonFiniteLossError, warn
+from forwardtune.errors import InvalidArgumentError, NonFiniteLossError, warn, warn_deprecated
 from forwardtune.line import Line, Offsets
 from forwardtune.noise import NOISE_VERSION, Distribution, Field, Slot
 from forwardtune.noise.field import check_tensor
 from forwardtune.noise.mover import check_number
 from forwardtune.objective import Closure, Objective
-from forwardtune.record import LineRecord, StepRecord
-from forwardtune.search import Memory, Search, walk
+from forwardtune.record import StepRecord
+from forwardtune.search import Memory, Search, StepSearch
 
 MANY_PLATEAUS = 20
-"""So many steps without any difference in the loss are worth a warning, if they are most of the run."""
+"""This many steps without any difference in the loss are worth a warning, if they are most of the run."""
 
 
 class Recorder(Protocol):
     """Is told of every step of one optimizer, as :class:`forwardtune.Ledger` is."""
 
     def begin(self, optimizer: LineSearch) -> None:
-        """A step begins: nothing has been evaluated and the weights have not moved."""
+        """A step begins: nothing has been queried and the weights have not moved."""
 
     def record(self, optimizer: LineSearch, record: StepRecord) -> None:
-        """The step's probes are done, and after this call the weights go to where they will stand.
+        """The step's queries are done; after this call the weights move to their destination.
 
         If this raises an exception, or if the closure did, the step is undone and recorded (again) as one that
         `raised`; that call must not raise.
@@ -53,18 +62,19 @@ class Recorder(Protocol):
 
 
 class RunOptions(TypedDict, total=False):
-    """Keyword arguments that every method takes; they hold for the whole run, not for a group.
+    """Keyword arguments that every method takes; they apply to the whole run, not to a group.
 
-    seed: the noise is a function of it; an integer below 2^64 (default 0).
+    seed: seeds the noise; an integer below 2^64 (default 0).
     distribution: of the directions' elements, ``"rademacher"`` (default, the fastest), ``"normal"``, ``"uniform"`` or
         ``"sphere"``; all have ``E norm(s)^2 = d``.
     directions: how many independent directions a step searches from the same point; their moves are averaged and the
-        evaluations multiply (default 1).
+        queries per step multiply (default 1).
     backend: what moves the weights, ``"auto"`` (default), ``"numba"`` (CPU), ``"triton"`` (CUDA) or ``"reference"``
-        (any device, slow). All give the same bits. One asked for by name that cannot run is an error.
-    max_nonfinite: after so many steps in a row with a loss that is not finite the run ends with an error (default 10).
-    recorder: is told of every step before the weights move for good, for instance a :class:`forwardtune.Ledger`; a copy
-        of the optimizer, or one unpickled, has none (default None).
+        (any device, slow). All give the same bits. A backend requested by name that cannot run is an error.
+    max_nonfinite: the run ends with an error after this many consecutive steps that were not taken because a loss was
+        not finite or an offset too large (default 10).
+    recorder: is told of every step before the weights move for good, for instance a :class:`forwardtune.Ledger`; copies
+        of the optimizer, and unpickled ones, have none (default None).
     """
 
     seed: int
@@ -76,7 +86,7 @@ class RunOptions(TypedDict, total=False):
 
 
 class LineSearch(Optimizer):
-    """Base of all methods: subclasses give `search` and, in their constructor, its settings with their defaults."""
+    """Base class of all methods: a subclass defines `search` and passes its settings, with defaults, to `__init__`."""
 
     search: Callable[..., Search]
     _settings: tuple[str, ...]
@@ -106,7 +116,7 @@ class LineSearch(Optimizer):
         self._field: Field | None = None
         self._modules = Modules()
         super().__init__(as_groups(params), {**defaults, "memory": {}})
-        # Replaced as a whole at every step and never changed in place, so that a `state_dict` is a snapshot.
+        # Replaced as a whole at every step, never modified in place, so that a `state_dict` is a snapshot.
         self._run = {
             "method": type(self).__name__,
             "noise": NOISE_VERSION,
@@ -118,12 +128,12 @@ class LineSearch(Optimizer):
             "nonfinite": 0,
             "plateaus": 0,
         }
-        if not self.field.dimension:  # also: a bad distribution, backend or parameter is an error now, not later
+        if not self.field.dimension:  # making the field also checks distribution, backend and parameters
             raise InvalidArgumentError("the parameters have no elements; there is nothing to tune")
 
     @property
     def _run(self) -> dict[str, Any]:
-        """The run's counters and options; every group holds them, so that they travel with the groups."""
+        """The run's counters and options; every group holds them, since `state_dict` saves nothing but groups."""
         run: dict[str, Any] = self.param_groups[0]["run"]
         return run
 
@@ -137,12 +147,7 @@ class LineSearch(Optimizer):
         """The noise over all parameters."""
         params = [group["params"] for group in self.param_groups]
         if self._field is None or not self._field.covers(params):
-            self._field = Field(
-                params,
-                seed=self._run["seed"],
-                distribution=self._run["distribution"],
-                backend=self.backend,
-            )
+            self._field = Field(params, seed=self.seed, distribution=self.distribution, backend=self.backend)
         return self._field
 
     @property
@@ -151,13 +156,44 @@ class LineSearch(Optimizer):
         return (self._field or self.field).slots
 
     @property
+    def method(self) -> str:
+        """The method's name, as a `state_dict` has it."""
+        return str(self._run["method"])
+
+    @property
+    def seed(self) -> int:
+        """The seed of the noise."""
+        return int(self._run["seed"])
+
+    @property
+    def distribution(self) -> Distribution:
+        """The distribution of the directions' elements."""
+        distribution: Distribution = self._run["distribution"]
+        return distribution
+
+    @property
+    def directions(self) -> int:
+        """How many directions a step searches."""
+        return int(self._run["directions"])
+
+    @property
+    def steps(self) -> int:
+        """Steps of this run so far, taken or not; also the number of the next step."""
+        return int(self._run["step"])
+
+    @property
     def queries(self) -> int:
-        """How often the closure has been evaluated in this run."""
+        """Queries of this run so far: how often the closure was called."""
         return int(self._run["queries"])
 
     @property
+    def nonfinite(self) -> int:
+        """Consecutive steps, up to the latest, that were not taken because of a bad loss or offset."""
+        return int(self._run["nonfinite"])
+
+    @property
     def plateaus(self) -> int:
-        """How many steps of this run saw the same loss at all their probes."""
+        """Steps of this run that saw the same loss at all their probes."""
         return int(self._run["plateaus"])
 
     def __init_subclass__(cls) -> None:
@@ -170,16 +206,19 @@ class LineSearch(Optimizer):
         return {name: plain(known[name]) for name in self._settings}
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Refuses settings that make no sense; subclasses add their own."""
+        """Refuses invalid settings; subclasses add their own checks."""
         if not is_number(group["lr"]) or not 0 <= group["lr"] < math.inf:
             raise InvalidArgumentError(f"lr must be a number, zero or above and finite, not {group['lr']!r}")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if "params" not in param_group:
-            raise InvalidArgumentError(f"a parameter group has no 'params', only {', '.join(param_group) or 'nothing'}")
+            keys = ", ".join(param_group) or "nothing"
+            raise InvalidArgumentError(f"a parameter group has no 'params', only {keys}; give it a list of parameters")
         misplaced = param_group.keys() & RunOptions.__annotations__.keys()
         if misplaced:
-            raise InvalidArgumentError(f"{min(misplaced)!r} holds for the whole run; pass it to {type(self).__name__}")
+            raise InvalidArgumentError(
+                f"{min(misplaced)!r} applies to the whole run; pass it to {type(self).__name__}, not to a group"
+            )
         param_group = {**self.defaults, **param_group, **tensors_of(param_group["params"])}
         names = param_group.get(
             "param_names", [f"parameter {i} of its group" for i in range(len(param_group["params"]))]
@@ -196,101 +235,86 @@ class LineSearch(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
-        """Evaluates the closure a few times along a random line, moves, and returns the loss at the old weights.
+        """Queries the closure a few times along a random line, moves, and returns the loss at the old weights.
 
         The closure computes the loss of one batch and returns it as a tensor or a number. It is called under
-        `no_grad`, always with the same random numbers and buffers. The loss returned is the mean of those
-        probed nearest to the old weights, in the closure's own type.
+        `no_grad`, always with the same random numbers and buffers. The loss returned is the mean of the losses
+        at the probes nearest to the old weights, in the closure's own type.
         """
         if not callable(closure):
             raise InvalidArgumentError(
                 f"{type(self).__name__}.step needs a closure that returns the loss, for instance "
-                "optimizer.step(lambda: loss_fn(model(x), y)); it is evaluated several times, without a backward pass"
+                "optimizer.step(lambda: loss_fn(model(x), y)); it is called several times, without a backward pass"
             )
         for group in self.param_groups:
             self.check(group)
-        field, run, recorder = self.field, self._run, self.recorder
+        field, recorder, step, queries = self.field, self.recorder, self.steps, self.queries
         field.refresh()
-        check_number("step", run["step"])
+        check_number("step", step)
+        searches = self._searches(field)
         if recorder:
             recorder.begin(self)
         objective = Objective(closure, field, self._modules)
-        memories = [dict(group["memory"]) for group in self.param_groups]
-        lines: list[tuple[LineRecord, ...]] = []
-
-        def probe(direction: int, offsets: Offsets) -> float:
-            line.goto({direction: offsets})
-            return objective()
-
-        def record(*, taken: bool, raised: bool = False) -> StepRecord:
-            queries = run["queries"] + objective.queries
-            return StepRecord.of(run["step"], lines, queries=queries, taken=taken, raised=raised)
-
-        def tell() -> None:
-            if recorder:
-                recorder.record(self, done)
-
-        line = Line(field, run["step"], len(self.param_groups))
+        line = Line(field, step, len(self.param_groups))
         try:
             with line:
-                taken = self._explore(probe, memories, lines, field)
+                taken = searches.run(partial(_query, line, objective), self.directions)
                 if not taken:
                     objective.rewind(generators=False)
-                done = record(taken=taken)
-                line.settle(done.destination(), before=tell, after=lambda: self._count(done, memories))
+                record = searches.record(step, queries=queries + objective.queries, taken=taken)
+                line.settle(
+                    record.destination(),
+                    before=partial(self._tell, recorder, record),
+                    after=partial(self._count, record, searches.memories),
+                )
         except BaseException:
             if not line.settled:
                 objective.rewind()
-                undone = record(taken=False, raised=True)
+                undone = searches.record(step, queries=queries + objective.queries, taken=False, raised=True)
                 self._count(undone)
-                if recorder:
-                    recorder.record(self, undone)
+                self._tell(recorder, undone)
             raise
         if not taken:
-            self._complain(done)
-        elif done.is_flat:
+            self._complain(record)
+        elif record.is_flat:
             self._advise()
-        return objective.like_closure(done.loss)
+        return objective.like_closure(record.loss)
 
     def fast_forward(self, record: StepRecord) -> None:
-        """Goes on as `step` did when it made this record, but evaluates nothing and moves nothing.
+        """Takes up a step as if it had just made this record, without queries or moves.
 
-        A search that would answer otherwise than recorded is an error.
+        It is an error if the search decides otherwise than recorded.
         """
-        memories = [dict(group["memory"]) for group in self.param_groups]
-        lines: list[tuple[LineRecord, ...]] = []
-        again = record
-        if not record.raised:
-            losses = [loss for groups in reversed(record.lines) for loss in reversed(groups[0].losses)]
-            taken = self._explore(lambda *_: losses.pop() if losses else math.nan, memories, lines, self.field)
-            again = StepRecord.of(record.step, lines, queries=record.queries, taken=taken)
-            if again.path() != record.path() or losses or record.step != self._run["step"]:
-                raise InvalidArgumentError(
-                    f"step {record.step} was made by another {type(self).__name__}: from the same losses this one goes "
-                    f"to {again.path()}, and that one went to {record.path()}"
-                )
-        self._count(again, memories)
+        if record.raised:
+            self._count(record)
+            return
+        searches = self._searches(self.field)
+        losses = [loss for groups in reversed(record.lines) for loss in reversed(groups[0].losses)]
+        taken = searches.run(lambda *_: losses.pop() if losses else math.nan, self.directions)
+        again = searches.record(record.step, queries=record.queries, taken=taken)
+        if again.path() != record.path() or losses or record.step != self.steps:
+            raise InvalidArgumentError(
+                f"step {record.step} was made by another {type(self).__name__}: from the same losses this one goes "
+                f"to {again.path()}, and that one went to {record.path()}; make the optimizer with the run's settings"
+            )
+        self._count(again, searches.memories)
 
-    def _explore(
-        self,
-        evaluate: Callable[[int, Offsets], float],
-        memories: list[Memory],
-        lines: list[tuple[LineRecord, ...]],
-        field: Field,
-    ) -> bool:
-        """Searches along all directions, adding to `lines`; whether all numbers were sound."""
-        for direction in range(self._run["directions"]):
-            searches = [
-                self.search(memory, **self._settings_of(group, field.dimension))
-                for group, memory in zip(self.param_groups, memories, strict=True)
-            ]
-            walk(searches, partial(evaluate, direction), field.reach, lines)
-            if not all(record.is_sound(field.reach) for record in lines[-1]):
-                return False
-        return True
+    def relive(self, record: StepRecord) -> None:
+        """Deprecated: use `fast_forward`."""
+        warn_deprecated("LineSearch.relive", "LineSearch.fast_forward")
+        self.fast_forward(record)
 
-    def _count(self, record: StepRecord, memories: list[Memory] | None = None) -> None:
-        """A step is over."""
+    def _searches(self, field: Field) -> StepSearch:
+        """The searches of a step that begins, with copies of the groups' memories."""
+        start = [partial(self.search, **self._settings_of(group, field.dimension)) for group in self.param_groups]
+        return StepSearch(start, [dict(group["memory"]) for group in self.param_groups], field.reach)
+
+    def _tell(self, recorder: Recorder | None, record: StepRecord) -> None:
+        if recorder:
+            recorder.record(self, record)
+
+    def _count(self, record: StepRecord, memories: Sequence[Memory] | None = None) -> None:
+        """Counts a step that is over and, if it was taken, keeps what the searches remember."""
         run = self._run
         nonfinite = run["nonfinite"] if record.raised else 0 if record.taken else run["nonfinite"] + 1
         plateaus = run["plateaus"] + record.is_flat
@@ -303,14 +327,14 @@ class LineSearch(Optimizer):
                 group["memory"] = memory
 
     def _complain(self, record: StepRecord) -> None:
-        """A step was not taken: warn once, give up after too many in a row."""
+        """A step was not taken: warns once, and gives up after too many in a row."""
         last = record.lines[-1][0]
         what = (
-            f"a loss was not finite or an offset beyond {self.field.reach:.4g}, from where rounding lets no weight "
-            f"find back: losses {last.losses} at offsets {last.offsets}, t {last.t}, step {record.step}"
+            f"in step {record.step} a loss was not finite, or an offset was beyond {self.field.reach:.4g}, too far for "
+            f"the weights to return exactly: losses {last.losses} at offsets {last.offsets}, decision t = {last.t}"
         )
-        advice = "Try a smaller lr or rho, or look at the batch."
-        if self._run["nonfinite"] >= self.max_nonfinite:
+        advice = "Try a smaller lr or rho, or check the batch."
+        if self.nonfinite >= self.max_nonfinite:
             raise NonFiniteLossError(
                 f"{self.max_nonfinite} steps in a row were not taken; {what}. "
                 f"The weights are those after the last good step. {advice}"
@@ -318,50 +342,32 @@ class LineSearch(Optimizer):
         if not self._warned:
             self._warned = True
             warn(
-                f"Step not taken; {what}. This is the only warning; {self.max_nonfinite} in a row end the run. {advice}"
+                f"Step not taken: {what}. This warning is not repeated; {self.max_nonfinite} in a row end the run. "
+                f"{advice}"
             )
 
     def _advise(self) -> None:
-        """Warns once where most steps see no difference at all."""
-        flat, steps = self.plateaus, self._run["step"]
-        if flat >= MANY_PLATEAUS and 2 * flat > steps and not self._warned_of_plateaus:
+        """Warns once if most steps see no difference in the loss at all."""
+        if self.plateaus >= MANY_PLATEAUS and 2 * self.plateaus > self.steps and not self._warned_of_plateaus:
             self._warned_of_plateaus = True
             warn(
-                f"{flat} of {steps} steps saw the same loss at all their probes: the objective is flat at this "
-                "distance. Probe further away (rho, or the lr of STP), make the batch larger, or tune by a loss that "
-                "changes with every weight, such as the cross entropy. This is the only warning; `plateaus` counts on."
+                f"{self.plateaus} of {self.steps} steps saw the same loss at all their probes: the objective is flat "
+                "at this distance. Probe further away (rho, or the lr of STP), make the batch larger, or minimize a "
+                "loss that changes with every weight, such as the cross-entropy. This warning is not repeated; "
+                "`plateaus` keeps counting."
             )
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         for packed, group in zip(state["param_groups"], self.param_groups, strict=True):
-            packed["elements"] = _elements(group)
+            packed["elements"] = count_elements(group)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        groups = state_dict.get("param_groups", []) if isinstance(state_dict, dict) else []
-        run = groups[0].get("run") if groups else None
-        if not isinstance(run, dict) or not self._run.keys() - {"plateaus"} <= run.keys():
-            raise InvalidArgumentError(f"this is not the state_dict of a {type(self).__name__} made by forwardtune")
-        if run["method"] != type(self).__name__:
-            raise InvalidArgumentError(
-                f"this is the state of a {run['method']}; a {type(self).__name__} cannot go on from it"
-            )
-        if run["noise"] != NOISE_VERSION:
-            raise InvalidArgumentError(
-                f"this state was made with noise version {run['noise']}, and this forwardtune makes version "
-                f"{NOISE_VERSION}: the run would go on with other directions; install the release it was made with"
-            )
-        ours, theirs = ([_elements(group) for group in part] for part in (self.param_groups, groups))
-        if ours != theirs:
-            raise InvalidArgumentError(
-                f"this state is of a run over groups of {theirs} weights, not {ours}; "
-                "give the optimizer the same parameters in the same order"
-            )
-        for group in groups:
+        for group in check_state_dict(state_dict, self.param_groups, optional={"plateaus"}):
             self.check(group)
         super().load_state_dict(state_dict)
-        self._run = {"plateaus": 0, **self._run}  # states of older releases have no count
+        self._run = {"plateaus": 0, **self._run}  # older releases did not count them
 
     def __getstate__(self) -> dict[str, Any]:
         ours = ("backend", "max_nonfinite", "last_step")
@@ -378,15 +384,13 @@ class LineSearch(Optimizer):
         lines = [f"{type(self).__name__} (", f"    backend: {self.field.backends}"]
         lines += [f"    {name}: {value}" for name, value in shown.items()]
         for number, group in enumerate(self.param_groups):
-            lines.append(f"Parameter Group {number}: {_elements(group):,} elements")
+            lines.append(f"Parameter Group {number}: {count_elements(group):,} elements")
             settings = {name: group[name] for name in self._settings if group.get(name) is not None}
             lines += [f"    {name}: {value}" for name, value in settings.items()]
         return "\n".join([*lines, ")"])
 
 
-def _elements(group: Mapping[str, Any]) -> int:
-    """How many elements a group's parameters have, or had when its state was saved."""
-    params = group["params"]
-    if all(isinstance(p, torch.Tensor) for p in params):
-        return sum(p.numel() for p in params)
-    return int(group.get("elements", -1))
+def _query(line: Line, objective: Objective, direction: int, offsets: Offsets) -> float:
+    """The loss at one position."""
+    line.goto({direction: offsets})
+    return objective()

@@ -1,15 +1,17 @@
-"""What a search answers, and what is known of a step afterwards."""
+"""What a search decides, and what is known of a step afterwards."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from forwardtune.errors import deprecated_names, warn_deprecated
 
 
 class Decision(NamedTuple):
-    """Where a search wants to stand, and what it saw on the way."""
+    """What a search returns: the offset it moves to, the slope it measured and the spread of recent slopes."""
 
     t: float
     gamma: float | None = None
@@ -18,7 +20,7 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True)
 class LineRecord:
-    """One search: the offsets it probed, the losses there, and its stand."""
+    """One search: the offsets it probed, the losses there, and its decision."""
 
     offsets: tuple[float, ...]
     losses: tuple[float, ...]
@@ -27,7 +29,8 @@ class LineRecord:
     sigma: float | None = None
 
     def is_sound(self, reach: float) -> bool:
-        """Whether the search came to its end, with losses that are finite and a stand within reach."""
+        """Deprecated: whether the search ended, with finite losses and a decision within reach."""
+        warn_deprecated("LineRecord.is_sound", "StepRecord.taken")
         ended = len(self.losses) == len(self.offsets)
         return ended and all(map(math.isfinite, self.losses)) and abs(self.t) <= reach
 
@@ -36,16 +39,16 @@ class LineRecord:
 class StepRecord:
     """What happened in a step. `lines[j][g]` is direction j in group g; the short names are those of `lines[0][0]`.
 
-    The weights went to every probe that has a loss (not a number, if the closure raised there), then to their stand.
+    The weights went to every probe that has a loss (NaN if the closure raised there), then to their destination.
 
-    step: its number, from 0.
-    loss: the mean of the losses probed nearest to the old weights; the last one seen, if the step was not taken.
-    queries: evaluations in this run so far.
-    taken: whether the step was made; it is not if a loss was not finite or an offset was too far away.
-    raised: whether it was not because the closure, or what recorded the step, raised an exception.
-    offsets, losses: where the loss was probed along the line, and what it was there.
-    gamma, sigma: the slope measured and the spread of recent ones, for methods that have them.
-    t: the offset at which the search wanted to stand (of n directions, each moves by t/n).
+    step: its number, counted from 0.
+    loss: the mean of the losses at the probes nearest to the old weights; if the step was not taken, the last loss.
+    queries: queries in this run so far.
+    taken: whether the weights moved; they do not if a loss is not finite or an offset is too large.
+    raised: whether the step was not taken because the closure or the recorder raised an exception.
+    offsets, losses: the offsets that were probed, and the losses there.
+    gamma, sigma: the slope measured and the spread of recent slopes, for methods that have them.
+    t: the offset that the search moves to (of n directions, each moves by t/n).
     """
 
     step: int
@@ -64,18 +67,23 @@ class StepRecord:
 
     @property
     def is_flat(self) -> bool:
-        """Whether every probe saw the same loss, so that no direction can be told from its opposite."""
+        """Whether the loss was the same at every probe, so that no direction can be told from its opposite."""
         losses = [loss for groups in self.lines for loss in groups[0].losses]
         return self.taken and len(losses) > 1 and len(set(losses)) == 1
 
     def destination(self) -> dict[int, tuple[float, ...]]:
-        """Where the weights stand after the step: along each direction, one offset for each group."""
+        """The position of the weights after the step: for each direction, one offset per group."""
         if not self.taken:
             return {}
         return {j: tuple(line.t / len(self.lines) for line in groups) for j, groups in enumerate(self.lines)}
 
+    def stand(self) -> dict[int, tuple[float, ...]]:
+        """Deprecated: use `destination`."""
+        warn_deprecated("StepRecord.stand", "StepRecord.destination")
+        return self.destination()
+
     def path(self) -> list[dict[int, tuple[float, ...]]]:
-        """All places the weights went to, the last being their stand."""
+        """All positions the weights took: the probes, then the destination."""
         probes = [
             {j: tuple(line.offsets[i] for line in groups)}
             for j, groups in enumerate(self.lines)
@@ -84,8 +92,8 @@ class StepRecord:
         return [*probes, self.destination()]
 
     def __str__(self) -> str:
-        seen = {"gamma": self.gamma, "sigma": self.sigma, "t": self.t}
-        shown = [f"{name} {value:.4g}" for name, value in seen.items() if value is not None]
+        numbers = {"gamma": self.gamma, "sigma": self.sigma, "t": self.t}
+        shown = [f"{name} {value:.4g}" for name, value in numbers.items() if value is not None]
         taken = "" if self.taken else ", not taken"
         return f"step {self.step}: loss {self.loss:.6g}, {', '.join(shown)}, {self.queries} queries{taken}"
 
@@ -111,15 +119,21 @@ class StepRecord:
 
 
 def _loss_near_zero(lines: Sequence[tuple[LineRecord, ...]]) -> float:
-    """The mean of the losses that each direction saw nearest to the old weights."""
+    """The mean of the losses at each direction's probes nearest to the old weights."""
     near = []
     for groups in lines:
         distances = [max(map(abs, offsets)) for offsets in zip(*(record.offsets for record in groups), strict=True)]
-        least = min(distances)
-        near += [loss for loss, distance in zip(groups[0].losses, distances, strict=True) if distance == least]
+        nearest = min(distances)
+        near += [loss for loss, distance in zip(groups[0].losses, distances, strict=True) if distance == nearest]
     return sum(near) / len(near)
 
 
 def _last_loss(lines: Sequence[tuple[LineRecord, ...]]) -> float:
     losses = [loss for groups in lines for loss in groups[0].losses]
     return losses[-1] if losses else math.nan
+
+
+if TYPE_CHECKING:
+    Stand = Decision
+else:
+    __getattr__ = deprecated_names(__name__, Stand=Decision)

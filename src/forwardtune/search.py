@@ -1,53 +1,83 @@
-"""Searches along a line: generators that yield offsets, are sent losses and return a stand (see `optimizer`)."""
+"""Searches along a line: generators that yield offsets, are sent losses and return a decision (see `optimizer`)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from forwardtune.errors import InvalidArgumentError
-from forwardtune.record import Decision, LineRecord
+from forwardtune.line import Offsets
+from forwardtune.record import Decision, LineRecord, StepRecord
 
 Search = Generator[float, float, Decision]
 Memory = dict[str, Any]
 """What a group's search remembers from step to step: plain, immutable values."""
 
 
-def walk(
+class StepSearch:
+    """The searches of one step: those of all groups, along one direction after the other.
+
+    `start` and `memories` have one entry per group: a function that starts its search, and the memory it is given.
+    """
+
+    def __init__(self, start: Sequence[Callable[[Memory], Search]], memories: Sequence[Memory], reach: float) -> None:
+        self._start, self.memories, self._reach = start, memories, reach
+        self._lines: list[tuple[LineRecord, ...]] = []
+
+    def run(self, query: Callable[[int, Offsets], float], directions: int) -> bool:
+        """Searches until all directions are done or a number is unsound; returns whether all numbers were sound."""
+        for direction in range(directions):
+            searches = [start(memory) for start, memory in zip(self._start, self.memories, strict=True)]
+            if not drive(searches, partial(query, direction), self._reach, self._lines):
+                return False
+        return True
+
+    def record(self, step: int, *, queries: int, taken: bool, raised: bool = False) -> StepRecord:
+        return StepRecord.of(step, self._lines, queries=queries, taken=taken, raised=raised)
+
+
+def drive(
     searches: Sequence[Search],
-    evaluate: Callable[[tuple[float, ...]], float],
+    query: Callable[[Offsets], float],
     reach: float,
     lines: list[tuple[LineRecord, ...]],
-) -> None:
+) -> bool:
     """Runs the searches of all groups along one direction, probe by probe, as long as all numbers are sound.
 
-    What they did is added to `lines`, also when an evaluation raises.
+    Returns whether all were: losses finite, and offsets within reach. What the searches did is added to `lines`, even
+    if a query raises.
     """
     offsets = [tuple(next(search) for search in searches)]
     losses: list[float] = []
-    stands = [Decision(0.0)] * len(searches)
+    decisions = [Decision(0.0)] * len(searches)
     try:
-        while all(abs(t) <= reach for t in offsets[-1]):
-            losses.append(math.nan)  # what stays if the evaluation raises
-            losses[-1] = evaluate(offsets[-1])
+        while _within(reach, offsets[-1]):
+            losses.append(math.nan)  # stays if the query raises
+            losses[-1] = query(offsets[-1])
             if not math.isfinite(losses[-1]):
-                break
+                return False
             answers = [_send(search, losses[-1]) for search in searches]
             ended = {isinstance(answer, Decision) for answer in answers}
             if ended == {True}:
-                stands = answers
-                break
+                decisions = answers
+                return _within(reach, (decision.t for decision in decisions))
             if True in ended:
                 raise InvalidArgumentError("the searches of all groups must probe equally often")
             offsets.append(tuple(answers))
+        return False
     finally:
         probed = zip(*offsets, strict=True)
-        lines.append(tuple(LineRecord(o, tuple(losses), *stand) for o, stand in zip(probed, stands, strict=True)))
+        lines.append(tuple(LineRecord(o, tuple(losses), *d) for o, d in zip(probed, decisions, strict=True)))
+
+
+def _within(reach: float, offsets: Iterable[float]) -> bool:
+    return all(abs(t) <= reach for t in offsets)
 
 
 def _send(search: Search, loss: float) -> Any:
-    """The search's next offset, or its stand."""
+    """The search's next offset, or its decision."""
     try:
         return search.send(loss)
     except StopIteration as end:
