@@ -1,4 +1,4 @@
-"""What all benchmarks share: ratios measured in one run, interleaved, best of several; a table, and JSON rows."""
+"""Shared by all benchmarks: interleaved timing, best of several rounds; ratios as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Row = dict[str, str | float]
 
 def arguments(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file as well")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of which the best counts (default 7)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to this file")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds, of which the best counts (default 7)")
     return parser
 
 
 def interleaved(candidates: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """The best time of each candidate in seconds.
 
-    Every round runs each once, so that all meet the same noise, and every other round backwards, so that none always
-    comes after the one that leaves the most memory behind.
+    Every round runs each candidate once, so that all suffer the same disturbances; every other round runs backwards,
+    so that none always follows the one that leaves the most memory behind.
     """
     best = dict.fromkeys(candidates, float("inf"))
     for run in candidates.values():
@@ -60,7 +60,7 @@ def show(title: str, rows: list[Row]) -> None:
 
 
 def finish(rows: list[Row], path: Path | None) -> None:
-    """Tells the machine, and writes the rows as JSON if asked to."""
+    """Prints the machine, and writes the rows as JSON if a path is given."""
     print(f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def finish(rows: list[Row], path: Path | None) -> None:
 
 
 def processor() -> str:
-    """The processor's name, as Linux tells it."""
+    """The processor's name, as Linux reports it."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return platform.machine()

@@ -1,8 +1,8 @@
-"""Peak resident memory of a training step on GPT-2, against one forward pass; each in a process of its own.
+"""Peak resident memory of a training step on GPT-2, against one forward pass; each in its own process.
+
+    python -m benchmarks.memory [--json FILE]
 
 Also of Hugging Face's Trainer with AdamW and of ForwardTrainer, on the same model and batch.
-
-python -m benchmarks.memory [--json FILE]
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CANDIDATES = {
 
 
 def measure(name: str) -> None:
-    """Prints the peak of this process in bytes after three steps."""
+    """Prints the peak memory of this process after three steps, in bytes."""
     step = CANDIDATES[name](*models.gpt2())
     for _ in range(3):
         step()

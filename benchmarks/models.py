@@ -29,7 +29,7 @@ def digits_network() -> nn.Sequential:
 
 
 def gpt2(batch: int = 32, length: int = 64) -> tuple[nn.Module, Closure]:
-    """GPT-2 (124M) with random weights, and its language-model loss on a random batch."""
+    """GPT-2 (124M) with random weights, and its language-modelling loss on a random batch."""
     from forwardtune._compat.torchvision import make_importable
 
     make_importable()
@@ -42,7 +42,7 @@ def gpt2(batch: int = 32, length: int = 64) -> tuple[nn.Module, Closure]:
 
 
 def cnn(pixels: int, batch: int = 32) -> tuple[nn.Module, Closure]:
-    """A small network of about 20,000 weights on square images of one channel."""
+    """A small network of about 20,000 weights for square, single-channel images."""
     torch.manual_seed(0)
     hidden = {8: 69, 28: 23}[pixels]
     model = nn.Sequential(
@@ -72,7 +72,7 @@ def two_forward_passes(model: nn.Module, closure: Closure) -> Callable[[], Any]:
 
 
 def perturb(parameters: list[nn.Parameter], seed: int, scale: float) -> None:
-    """One sweep as the published MeZO code makes it: reseed, then a tensor of noise for each parameter."""
+    """One sweep of the published MeZO code: reseed, then a tensor of noise for each parameter."""
     torch.manual_seed(seed)
     for p in parameters:
         noise = torch.normal(mean=0, std=1, size=p.size(), device=p.device, dtype=p.dtype)
@@ -80,18 +80,18 @@ def perturb(parameters: list[nn.Parameter], seed: int, scale: float) -> None:
 
 
 def published_mezo(model: nn.Module, closure: Closure) -> Callable[[], Any]:
-    """The published MeZO step: four sweeps around two evaluations."""
+    """The published MeZO step: four sweeps around two queries."""
     parameters, rho, lr, seed = list(model.parameters()), 1e-3, 1e-6, 0
 
     @torch.inference_mode()
-    def evaluate() -> float:
+    def query() -> float:
         return closure().item()
 
     def step() -> None:
         perturb(parameters, seed, rho)
-        plus = evaluate()
+        plus = query()
         perturb(parameters, seed, -2 * rho)
-        minus = evaluate()
+        minus = query()
         perturb(parameters, seed, rho)
         perturb(parameters, seed, -lr * (plus - minus) / (2 * rho))
 
@@ -124,7 +124,7 @@ def forward_trainer(model: nn.Module, closure: Closure) -> Callable[[], Any]:
 
 
 def trainer(model: nn.Module, closure: Closure) -> Callable[[], Any]:
-    """Hugging Face's own, with backpropagation."""
+    """Hugging Face's own Trainer, with backpropagation."""
     from transformers import Trainer, TrainingArguments
 
     return _trained(model, Trainer, TrainingArguments, learning_rate=1e-6)

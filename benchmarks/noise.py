@@ -1,10 +1,10 @@
-"""One pass of noise over the weights of GPT-2's size, against the memory limit and against the published MeZO way.
+"""One pass of noise over weights of GPT-2's size, against the memory limit and the published MeZO code.
 
     python -m benchmarks.noise [--json FILE]
 
-The limit is torch's in-place addition of a number: one read and one write of every weight. The published way draws a
+The limit is torch's in-place addition of a number: one read and one write of every weight. The published code draws a
 tensor of normal noise for each parameter and adds it, one parameter after the other. Each is timed over the three
-passes of a two-point step (the sphere needs its length once a step) and divided by three.
+passes of a two-point step (the sphere's scale is needed once per step) and divided by three.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def main() -> None:
     steps = iter(range(2**32))
 
     def a_step(field):
-        """The three passes of a two-point step: to one probe, to the other, and to where it wants to stand."""
+        """The three passes of a two-point step: to one probe, to the other, and to the destination."""
         step = next(steps)
         for here, there in itertools.pairwise((0.0, 1e-3, -1e-3, 1e-4)):
-            field.move(step, [Term(0, [here], [there])])
+            field.mover.move(step, [Term(0, [here], [there])])
 
     candidates = {"in-place add": lambda: [p.add_(1e-3) for _ in range(3) for p in parameters]}
     for name, field in fields.items():

@@ -3,9 +3,9 @@
     python -m benchmarks.replay [--json FILE] [--steps N]
 
 Replay: the time of one recorded two-point step over the 124M weights of GPT-2, against torch's in-place addition of a
-number to them, and the peak of memory beside the weights. Recording: the time spent in the ledger in steps of a
-small convolutional network (21,546 weights, batches of 64), against those steps; and, in the same steps, what storing
-the same bytes takes alone: appended to the journal, or inserted into an SQLite database in WAL mode.
+number to them, and the peak memory besides the weights. Recording: the time spent in the ledger in steps of a small
+convolutional network (21,546 weights, batches of 64), against those steps; and, in the same steps, the time it takes
+just to store the same bytes: appended to the journal, or inserted into an SQLite database in WAL mode.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from benchmarks.models import digits_network
 from benchmarks.noise import gpt2_shapes
 from forwardtune.ledger import read
 from forwardtune.ledger.format import Row, pack
-from forwardtune.ledger.replay import advance
 from forwardtune.ledger.journal import Journal
+from forwardtune.ledger.replay import advance
 from forwardtune.noise import DISTRIBUTIONS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -41,7 +41,7 @@ def named(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def record(path: Path, tensors: dict[str, torch.Tensor], steps: int, distribution: str) -> None:
-    """A run with losses out of a hat: what a step costs to replay does not depend on them."""
+    """A run with random losses: what a step costs to replay does not depend on them."""
     losses = iter(torch.rand(2 * steps, generator=torch.Generator().manual_seed(0)).tolist())
     with ft.Ledger(path, tensors) as ledger:
         optimizer = ft.VS2P(tensors.values(), distribution=distribution, recorder=ledger)
@@ -59,7 +59,7 @@ def replays(folder: Path, steps: int, rounds: int) -> list[dict]:
             path = folder / f"{name}.{distribution}"
             record(path, tensors, steps, distribution)
             run = read(path)
-            run.anchors = []  # the weights are others by now; only the time counts
+            run.anchors = []  # the weights have changed by now; only the time matters
             candidates[f"replay, {distribution}"] = lambda run=run, weights=weights: advance(
                 run, weights, 0, steps, backend="auto"
             )
@@ -72,10 +72,10 @@ def replays(folder: Path, steps: int, rounds: int) -> list[dict]:
 
 
 def peak(path: Path) -> None:
-    """Prints how much more memory a replay needs at its peak than there is before it, in bytes (on Linux)."""
+    """Prints how far memory grows during a replay, in bytes (on Linux)."""
     tensors = named(torch.float32)
     ft.replay({"x": torch.zeros(600)}, path.with_name("small"))  # loads the code
-    Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
     ft.replay(tensors, path)
     print(_status("VmHWM") - before)
@@ -93,14 +93,14 @@ def memory(folder: Path, steps: int) -> list[dict]:
     command = [sys.executable, "-m", "benchmarks.replay", "--peak", path]
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     weights = sum(tensor.nbytes for tensor in named(torch.float32).values())
-    sizes = {"weights": weights, "replay, beside them": grown}
+    sizes = {"weights": weights, "replay, besides them": grown}
     rows = [{"name": n, "baseline": "weights", "ratio": s / weights, "megabytes": s / 1e6} for n, s in sizes.items()]
     show("peak memory of a replay, 124M float32 weights", rows)
     return rows
 
 
 class Timed:
-    """A recorder that times another one, or a function of the packed step."""
+    """A recorder that times another recorder, or a function that stores the packed step."""
 
     def __init__(self, ledger: ft.Ledger | None = None, store: Callable[[int, bytes], object] | None = None) -> None:
         self.ledger, self.store, self.seconds = ledger, store, 0.0
@@ -135,7 +135,7 @@ def journal(path: Path) -> Callable[[int, bytes], object]:
 
 
 def recording(folder: Path, steps: int, rounds: int) -> list[dict]:
-    """Means over stretches of steps, which all candidates run in turn; of each candidate the best stretch."""
+    """Mean times over stretches of steps, which all candidates run in turn; the best stretch of each counts."""
     torch.manual_seed(0)
     model, x, y = digits_network(), torch.rand(64, 1, 8, 8), torch.randint(10, (64,))
     policies = {"timed (default)": "timed", "every step": 1, "every 100 steps": 100, "never": "never"}

@@ -2,7 +2,7 @@
 
     python -m benchmarks.scaling [--json FILE]
 
-Prints the time a weight takes at each size, and the slope of time against size on logarithmic axes.
+Prints the time per weight at each size, and the slope of time against size on logarithmic axes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ def main() -> None:
             weights = torch.zeros(size)
             field = Field([[weights]], distribution=distribution)
             repeats = max(1, 20_000_000 // size)
-            run = {"pass": lambda field=field, n=repeats: [field.move(0, [Term(0, [1e-3], [-1e-3])]) for _ in range(n)]}
+            mover, terms = field.mover, [Term(0, [1e-3], [-1e-3])]
+            run = {"pass": lambda mover=mover, terms=terms, n=repeats: [mover.move(0, terms) for _ in range(n)]}
             seconds[size] = interleaved(run, options.rounds)["pass"] / repeats
         last = f"{SIZES[-1]:,} weights"
         costs = [
             {
                 "name": f"{distribution}, {size:,} weights",
-                "baseline": f"the time a weight takes among {last}",
+                "baseline": f"the time per weight among {last}",
                 "ratio": value / size / (seconds[SIZES[-1]] / SIZES[-1]),
                 "seconds": value,
             }
@@ -40,7 +41,7 @@ def main() -> None:
         ]
         slope = float(np.polyfit(np.log(SIZES), np.log(list(seconds.values())), 1)[0])
         show(f"one pass, {distribution}: slope {slope:.3f} on logarithmic axes", costs)
-        rows += [*costs, {"name": f"{distribution}, slope", "baseline": "a cost that is linear", "ratio": slope}]
+        rows += [*costs, {"name": f"{distribution}, slope", "baseline": "a linear cost", "ratio": slope}]
     finish(rows, options.json)
 
 

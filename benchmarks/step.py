@@ -2,7 +2,7 @@
 
     python -m benchmarks.step [--json FILE]
 
-Two bare forward passes under `inference_mode` are the least a two-point step can cost. The small networks have about
+Two bare forward passes under `inference_mode` are the minimum cost of a two-point step. The small networks have about
 20,000 weights and a batch of 32.
 """
 
@@ -27,7 +27,7 @@ def main() -> None:
     for name in [options.only] if options.only else WORKLOADS:
         build, repeats = WORKLOADS[name]
         model, closure = build()
-        # Each rival gets the same weights in turn; what it leaves in them does not change what a pass costs.
+        # All rivals tune the same weights in turn; the values do not change what a pass costs.
         steps = {
             BASELINE: models.two_forward_passes(model, closure),
             "VS2P, rademacher": models.vs2p(model, closure),

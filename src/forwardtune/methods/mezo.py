@@ -1,4 +1,4 @@
-"""MeZO: the two-sided random gradient estimate (GA), walked in place."""
+"""MeZO: the two-sided random gradient estimate (GA), in place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def mezo(memory: Memory, *, lr: float, rho: float) -> Search:
 
 
 class MeZO(LineSearch):
-    r"""Moves against the slope measured along a random direction. Two evaluations a step.
+    r"""Moves against the slope measured along a random direction. Two queries per step.
 
     .. math::
         \gamma = \frac{f(x + \rho s) - f(x - \rho s)}{2 \rho}, \qquad x \leftarrow x - \mathrm{lr} \, \gamma \, s
@@ -27,7 +27,7 @@ class MeZO(LineSearch):
     Args:
         params: parameters, named parameters or group dicts to tune.
         lr: the step size.
-        rho: half the distance between the two points.
+        rho: half the distance between the two probes.
         **run: see :class:`forwardtune.RunOptions`.
 
     >>> import torch

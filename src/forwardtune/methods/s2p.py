@@ -54,7 +54,7 @@ def s2p(
 
 
 class S2P(LineSearch):
-    r"""Stands at the better of two points, at a distance that theory gives. Two evaluations a step, or four.
+    r"""Moves to the better of two points, at a distance given by the theory. Two or four queries per step.
 
     .. math::
         x \leftarrow \arg\min \{ f(x + \alpha s), \; f(x - \alpha s) \}
@@ -71,14 +71,14 @@ class S2P(LineSearch):
     ====================== === ================= ===========================================================
 
     with d the number of elements tuned and gamma the slope measured at ``rho`` (which costs the dynamic rules two more
-    evaluations). A and B are the exact constants of :mod:`forwardtune.theory` for d (rule 4) or for ``steps`` (rule 3).
+    queries). A and B are the exact constants of :mod:`forwardtune.theory` for d (rule 4) or for ``steps`` (rule 3).
 
     Args:
         params: parameters, named parameters or group dicts to tune.
-        lr: multiplies alpha, so that a scheduler can shrink it.
+        lr: multiplies alpha, so that a scheduler can decay it.
         step_size: the rule, by its name or its number in the paper.
-        alpha0, steps, L, L0, L1: the constants that the rule asks for; ``steps`` is the length of the run.
-        rho: half the distance between the two points of the dynamic rules' slope.
+        alpha0, steps, L, L0, L1: the constants that the rule needs; ``steps`` is the length of the run.
+        rho: half the distance between the two probes of the dynamic rules' slope.
         **run: see :class:`forwardtune.RunOptions`.
 
     >>> import torch
@@ -114,7 +114,7 @@ class S2P(LineSearch):
         super().check(group)
         rule = group["step_size"]
         if rule != self.defaults["step_size"]:
-            raise InvalidArgumentError("all groups share one step_size; give the groups other constants or another lr")
+            raise InvalidArgumentError("all groups share one step_size; give them different constants or another lr")
         needed = CONSTANTS[rule]
         for name in ("alpha0", "steps", "L", "L0", "L1"):
             if (group[name] is None) == (name in needed):

@@ -18,7 +18,7 @@ def stp(memory: Memory, *, lr: float) -> Search:
 
 
 class STP(LineSearch):
-    r"""Stands at the best of three points. Three evaluations a step.
+    r"""Moves to the best of three points, one of them the old weights. Three queries per step.
 
     .. math::
         x \leftarrow \arg\min \{ f(x + \mathrm{lr} \, s), \; f(x - \mathrm{lr} \, s), \; f(x) \}

@@ -25,7 +25,7 @@ def vs2p(memory: Memory, *, lr: float, rho: float, tau_a: float, tau_b: float, w
 
 
 def spread(recent: Sequence[float]) -> float:
-    """The standard deviation of the recent gammas; of a single one, its size: gamma is symmetric about zero."""
+    """The standard deviation of the recent gammas; of a single one, its size, as gamma is symmetric about zero."""
     n, largest = len(recent), max(map(abs, recent))
     if n == 1 or largest == 0 or not math.isfinite(largest):
         return largest
@@ -36,7 +36,7 @@ def spread(recent: Sequence[float]) -> float:
 
 
 class VS2P(LineSearch):
-    r"""Takes a step that grows with the slope, but less and less. Two evaluations a step.
+    r"""Takes a step that grows with the slope, but less and less. Two queries per step.
 
     .. math::
         \gamma = \frac{f(x + \rho s) - f(x - \rho s)}{2 \rho}, \quad
@@ -44,16 +44,16 @@ class VS2P(LineSearch):
         x \leftarrow x - \mathrm{sign}(\gamma) \, \alpha \, s
 
     with :math:`\sigma` the sample standard deviation of the recent gammas, this step's included. On the first step
-    :math:`\sigma = |\gamma|`; equal losses move nothing. The step never exceeds ``lr * rho * tau_a / tau_b`` and does
-    not change when the loss is multiplied by a constant.
+    :math:`\sigma = |\gamma|`; if the losses are equal, nothing moves. The step never exceeds
+    ``lr * rho * tau_a / tau_b`` and does not change when the loss is multiplied by a constant.
 
     Args:
         params: parameters, named parameters or group dicts to tune.
-        lr: the step's size in units of rho; above 1 the sign of the slope is trusted further than it was measured.
-        rho: half the distance between the two points.
+        lr: the step size in units of rho; above 1, the sign of the slope is trusted further than it was measured.
+        rho: half the distance between the two probes.
         tau_a: slopes above ``tau_a * sigma`` are damped.
         tau_b: how many sigmas make a full step.
-        window: how many recent gammas sigma is taken over.
+        window: the number of recent gammas in sigma.
         **run: see :class:`forwardtune.RunOptions`.
 
     >>> import torch

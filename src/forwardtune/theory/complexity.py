@@ -1,6 +1,6 @@
-"""How many steps reach a point with `norm(grad) <= eps`, and how small rho must be for that.
+"""How many steps are needed to reach a point with `norm(grad) <= eps`, and how small rho must be for that.
 
-D is `f(x0) - f*`. The bounds count steps: options 1 and 3 evaluate f twice a step, options 2 and 4 four times.
+D is `f(x0) - f*`. The bounds count steps: options 1 and 3 make two queries per step, options 2 and 4 four.
 `printed=True` gives a formula as the paper prints it, where that differs from what its proof shows.
 """
 
@@ -15,16 +15,16 @@ from forwardtune.theory.step_sizes import dynamic_relaxed_error
 Regime = Literal[1, 2, 3, 4]
 
 QUERIES_PER_STEP = {1: 2, 2: 4, 3: 2, 4: 4}
-"""Evaluations a step takes under each option."""
+"""Queries per step under each option."""
 
 
 def steps_stationary(eps: float, D: float, d: int, L: float, alpha0: float) -> float:
-    """Option 1 (Theorem 3.8): `2d/eps^2 (D/alpha0 + L alpha0/2)^2`, least for `alpha0 = sqrt(2D/L)`."""
+    """Option 1 (Theorem 3.8): `2d/eps^2 (D/alpha0 + L alpha0/2)^2`, minimal for `alpha0 = sqrt(2D/L)`."""
     return 2 * d / eps**2 * (D / alpha0 + L * alpha0 / 2) ** 2
 
 
 def steps_dynamic(eps: float, D: float, d: int, L: float, rho: float, *, printed: bool = False) -> float:
-    """Option 2 (Theorem 3.8): `4 L d D/(eps^2 - L^2 d^2 rho^2/2)`, infinite from `rho = sqrt(2) eps/(L d)` on.
+    """Option 2 (Theorem 3.8): `4 L d D/(eps^2 - L^2 d^2 rho^2/2)`, infinite for `rho >= sqrt(2) eps/(L d)`.
 
     Printed is `4 L d D/(eps^2 - rho^2/2)`.
     """
@@ -37,8 +37,8 @@ def steps_stationary_relaxed(
 ) -> float:
     """Option 3 (Theorem 3.11): `(sqrt(d) + (A L0/(B L1) + B L1 D) sqrt(d)/eps)^2`.
 
-    Printed is `A L0` without the `1/(B L1)`. A and B depend on the number of steps, and that on them: where they are
-    not given, the least whole number of steps that satisfies its own bound is returned.
+    Printed is `A L0` without the `1/(B L1)`. A and B depend on the number of steps, which depends on them: if they are
+    not given, the smallest integer number of steps that satisfies its own bound is returned.
     """
     if constants is None:
 
@@ -48,10 +48,10 @@ def steps_stationary_relaxed(
         enough = 1
         while enough < bound(enough):
             enough *= 2
-        least = enough // 2
-        while least + 1 < enough:
-            middle = (least + enough) // 2
-            least, enough = (least, middle) if middle >= bound(middle) else (middle, enough)
+        too_few = enough // 2
+        while too_few + 1 < enough:
+            middle = (too_few + enough) // 2
+            too_few, enough = (too_few, middle) if middle >= bound(middle) else (middle, enough)
         return float(enough)
     A, B = constants
     first = A * L0 if printed else A * L0 / (B * L1)
@@ -59,7 +59,7 @@ def steps_stationary_relaxed(
 
 
 def regime(gradient_norm: float, L0: float, L1: float, d: int, constants: Constants | None = None) -> Regime:
-    """Which row of the paper's Table 1 a point falls into (option 4), by its gradient norm."""
+    """The row of the paper's Table 1 (option 4) that a point falls into, by its gradient norm."""
     A, B = constants or constants_for_dimension(d)
     q = math.sqrt(2) * B * L1
     if q <= 1:
@@ -70,9 +70,9 @@ def regime(gradient_norm: float, L0: float, L1: float, d: int, constants: Consta
 def steps_dynamic_relaxed(
     which: Regime, eps: float, D: float, d: int, L0: float, L1: float, constants: Constants | None = None
 ) -> float:
-    """Option 4 (Table 1), while the run stays in the given regime, with rho as `rho_dynamic_relaxed` says.
+    """Option 4 (Table 1), while the run stays in the given regime, with the rho of `rho_dynamic_relaxed`.
 
-    In regime 4 the loss, not the gradient norm, falls: to within eps of the least.
+    In regime 4 it is the loss, not the gradient norm, that falls: to within eps of the minimum.
     """
     A, B = constants or constants_for_dimension(d)
     q = math.sqrt(2) * B * L1
@@ -89,7 +89,7 @@ def steps_dynamic_relaxed(
 def rho_dynamic(eps: float, d: int, L: float, *, printed: bool = False) -> float:
     """Option 2: a rho for which `steps_dynamic` is `8 L d D/eps^2`: `eps/(L d)`.
 
-    Printed is `sqrt(2) eps/(L d)`, the first rho for which the bound is infinite.
+    Printed is `sqrt(2) eps/(L d)`, the smallest rho for which the bound is infinite.
     """
     return (math.sqrt(2) if printed else 1) * eps / (L * d)
 
@@ -119,8 +119,8 @@ def rho_dynamic_relaxed(
 
 def _check_regime(which: Regime, q: float) -> None:
     if which not in (1, 2, 3, 4):
-        raise ValueError(f"the regimes are 1 to 4, not {which!r}")
+        raise ValueError(f"the regime must be 1, 2, 3 or 4, not {which!r}: see regime()")
     if (which <= 2) != (q <= 1):
         raise ValueError(
-            f"regimes 1 and 2 have sqrt(2) B L1 <= 1, regimes 3 and 4 have it above; here it is {q:.4g}: see regime()"
+            f"regimes 1 and 2 need sqrt(2) B L1 <= 1, and regimes 3 and 4 need it above 1; it is {q:.4g}: see regime()"
         )

@@ -1,8 +1,8 @@
-"""Smoothness, its constants, and the lemma that descent rests on.
+"""Smoothness, its constants, and the lemma behind descent.
 
 A function is L-smooth if `norm(hess) <= L`, and (L0, L1)-smooth if `norm(hess) <= L0 + L1*norm(grad)`. Under the
 latter, a step from x to y no longer than `c/L1` obeys
-`f(y) <= f(x) + <grad, y-x> + (A*L0 + B*L1*norm(grad))/2 * norm(y-x)^2` with the A and B below.
+`f(y) <= f(x) + <grad, y-x> + (A*L0 + B*L1*norm(grad))/2 * norm(y-x)^2`, with A and B as below.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def constants(c: float) -> Constants:
 
 
 def constants_for_dimension(d: int) -> Constants:
-    """A and B for the steps of option 4, which ask for `e^c >= 1 + 1/sqrt(2 d)`.
+    """A and B for the steps of option 4, which need `e^c >= 1 + 1/sqrt(2 d)`.
 
     >>> constants_for_dimension(1000)
     Constants(A=1.0112..., B=1.0111...)
@@ -40,7 +40,7 @@ def constants_for_dimension(d: int) -> Constants:
 
 
 def constants_for_steps(K: int) -> Constants:
-    """A and B for the steps of option 3, which ask for `e^c >= 1 + sqrt(2/K)`."""
+    """A and B for the steps of option 3, which need `e^c >= 1 + sqrt(2/K)`."""
     return constants(math.log1p(math.sqrt(2 / K)))
 
 

@@ -1,6 +1,6 @@
-"""The step sizes of Algorithm 1, options 1 to 4, and how far the dynamic ones are from the best.
+"""The step sizes of Algorithm 1, options 1 to 4, and how far the dynamic ones are from the optimum.
 
-Where A and B are not given, they are the exact constants for the dimension or the number of steps at hand.
+Where A and B are not given, they are the exact constants for the given dimension or number of steps.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def dynamic_relaxed(gamma: float, L0: float, L1: float, d: int, constants: Const
 
 
 def dynamic_error(rho: float) -> float:
-    """Option 2: the step size is within `rho/2` of the best one, `abs(<grad, s>)/(L d)`."""
+    """Option 2: the step size is within `rho/2` of the optimum, `abs(<grad, s>)/(L d)`."""
     return rho / 2
 
 
 def dynamic_relaxed_error(
     rho: float, L0: float, d: int, xi: float, constants: Constants | None = None, *, printed: bool = False
 ) -> float:
-    """Option 4: the step size is within `xi rho^2 sqrt(d)/(A L0)` of the best one.
+    """Option 4: the step size is within `xi rho^2 sqrt(d)/(A L0)` of the optimum.
 
     `abs(gamma)` is within `e = xi rho^2 d^(3/2)` of `abs(<grad, s>)`, and `x/(A L0 + q x)` is nowhere steeper than
-    `1/(A L0)`, which gives `e/(A L0 d)`. Printed is `e`, which follows only while `A L0 d >= 1`.
+    `1/(A L0)`, which gives `e/(A L0 d)`. Printed is `e`, which follows only if `A L0 d >= 1`.
     """
     A, _ = constants or constants_for_dimension(d)
     e = xi * rho**2 * math.pow(d, 1.5)
