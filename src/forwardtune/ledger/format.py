@@ -4,7 +4,7 @@ The header describes the run and the weights it started from. A step is packed a
 
     kind, queries so far, the numeric settings of each group,
     then for each probe its direction, loss and offset in each group,
-    then, if the step was taken, the offset it moved to in each direction and group
+    then, if the step was taken, the offset decided on in each direction and group
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Row(NamedTuple):
 
 
 def pack(record: StepRecord, flags: int, settings: Sequence[float]) -> bytes:
-    """The numbers of a step; `flags` (NEW_STATE, WITH_BUFFERS) tell about the state after it."""
+    """The numbers of a step; `flags` (NEW_STATE, WITH_BUFFERS) describe the state after it."""
     kind = TAKEN if record.taken else RAISED if record.raised else NOT_TAKEN
     numbers: list[float] = [kind + flags, record.queries]
     numbers += settings
