@@ -17,7 +17,8 @@ from forwardtune.tasks.texts.workload import TEXTS, TextWorkload
 from forwardtune.tasks.workload import Workload
 
 __all__ = [
-    "IMAGES", "TEXTS", "ImageWorkload", "Scores", "Sources", "Task", "Tasks", "TextWorkload", "Workload", "kind_of", "prepare",
+    "IMAGES", "TEXTS", "ImageWorkload", "Scores", "Sources", "Task", "Tasks", "TextWorkload", "Workload", "kind_of",
+    "prepare",
 ]  # fmt: skip
 
 
