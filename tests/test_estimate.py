@@ -1,4 +1,4 @@
-"""The two-point estimate of the gradient: right on average, and with a bias that falls as rho squared."""
+"""The two-point estimate of the gradient: unbiased but for a term that falls as rho squared."""
 
 import numpy as np
 import pytest

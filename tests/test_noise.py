@@ -17,13 +17,14 @@ from forwardtune import BackendError, Field, InvalidArgumentError
 from forwardtune.noise import DISTRIBUTIONS, NOISE_VERSION, Term
 from forwardtune.noise.backends import cpu_numba, cuda_triton, reference
 from forwardtune.noise.types import Key, Slot
+from forwardtune.theory.smoothness import slope_bounds
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 CPU = torch.device("cpu")
 
 
 def to(direction, *offsets):
-    """A walk from the old point along one direction."""
+    """A move from the old point along one direction."""
     return Term(direction, (0.0,) * len(offsets), offsets)
 
 
@@ -233,7 +234,7 @@ def test_every_direction_on_the_sphere_has_the_same_length(d):
         assert field.values(step, 0, 0, 0, d).square().sum() == pytest.approx(d, rel=1e-6)
 
 
-def test_values_are_what_a_walk_adds():
+def test_values_are_what_a_move_adds():
     for distribution in DISTRIBUTIONS:
         x = [torch.zeros(300), torch.zeros(7, 9)]
         field = Field([x[:1], x[1:]], seed=11, distribution=distribution)
@@ -243,8 +244,6 @@ def test_values_are_what_a_walk_adds():
 
 
 def test_slopes_lie_inside_the_lemma_for_rademacher():
-    from forwardtune.theory.smoothness import slope_bounds
-
     rng = np.random.default_rng(0)
     for g in (np.eye(1, 50)[0], np.ones(2), rng.standard_normal(200), rng.standard_cauchy(50)):
         s = draw("rademacher", 20_000 * len(g)).reshape(-1, len(g))
@@ -259,8 +258,8 @@ def test_slopes_lie_inside_the_lemma_for_rademacher():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("distribution", ["rademacher", "normal"])
-def test_the_way_back_finds_the_old_weights(distribution, dtype):
-    """Exactly, but for the few that the noise carries past a power of two; and what is lost there does not pile up."""
+def test_going_back_restores_the_old_weights(distribution, dtype):
+    """Exactly, except for the few that cross a power of two; and what is lost there does not accumulate."""
     old = (0.05 * torch.randn(50_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).to(dtype)
     x, naive, rho = old.clone(), old.clone(), 1e-3
     field, other = Field([[x]], distribution=distribution), Field([[naive]], distribution=distribution)
@@ -274,6 +273,21 @@ def test_the_way_back_finds_the_old_weights(distribution, dtype):
             assert ((x - old).double().abs() <= largest * torch.finfo(dtype).eps).all()
     drift, naive_drift = ((moved - old).double().norm() for moved in (x, naive))
     assert drift < naive_drift / (1.5 if dtype == torch.float64 else 5)
+
+
+def test_a_mover_is_kept_as_long_as_the_tensors_are_where_they_were():
+    p, q = torch.nn.Parameter(torch.zeros(10)), torch.nn.Parameter(torch.zeros(10))
+    field = Field([[p], [q]])
+    mover = field.mover
+    field.refresh()
+    assert field.mover is mover
+    q.requires_grad_(False)
+    assert field.mover is mover  # the tensors that move are those of the step's beginning
+    field.refresh()
+    assert [slot.parameter for slot in field.slots] == [0]
+    assert field.covers([[p], [q]])
+    assert not field.covers([[p, q]])
+    assert not field.covers([[p], [q.data]])
 
 
 def test_field_follows_storage_that_moves():
@@ -299,17 +313,24 @@ def test_a_tensor_of_very_many_axes():
 
 
 def test_what_does_not_fit_the_field_is_refused():
-    field = Field([[torch.zeros(3)], [torch.zeros(3)]])
+    x, y = torch.zeros(3), torch.zeros(3)
+    field = Field([[x], [y]])
     field.mover.move(0, [])
-    for step, term in ((0, to(0, 1.0)), (0, to(0, 1.0, 2.0, 3.0)), (2**32, to(0, 1.0, 1.0)), (0, to(2**16, 1.0, 1.0))):
-        with pytest.raises(InvalidArgumentError):
+    for step, term, complaint in (
+        (0, to(0, 1.0), "for each of the 2 groups"),
+        (0, to(0, 1.0, 2.0, 3.0), "for each of the 2 groups"),
+        (2**32, to(0, 1.0, 1.0), "step must be an integer from 0 to 4294967295"),
+        (0, to(2**16, 1.0, 1.0), "direction must be an integer from 0 to 65535"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=complaint):
             field.mover.move(step, [term])
+    assert not torch.cat([x, y]).any()
 
 
 def test_compiled_code_that_differs_from_the_reference_is_refused(monkeypatch):
     cpu_numba._self_test.cache_clear()
     monkeypatch.setattr(reference.D, "UNIFORM_SCALE", 1.0)
-    with pytest.raises(BackendError, match="delete"):
+    with pytest.raises(BackendError, match=r"the compiled uniform noise differs from the reference; .*: delete"):
         Field([[torch.zeros(3)]], backend="numba")
 
 

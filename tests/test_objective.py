@@ -1,17 +1,19 @@
-"""The evaluations of one step differ in nothing but the weights."""
+"""The queries of one step differ in nothing but the weights."""
 
 import contextlib
 import copy
+import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 import forwardtune as ft
 
 
-def test_all_evaluations_see_the_same_dropout_masks():
+def test_all_queries_see_the_same_dropout_masks():
     x = torch.ones(4)
     masks = []
 
@@ -59,7 +61,7 @@ def convnet():
 
 
 @pytest.mark.parametrize("directions", [1, 2])
-def test_batchnorm_statistics_advance_once_a_step(directions):
+def test_batchnorm_statistics_advance_once_per_step(directions):
     """The running statistics after a step are those of a single forward pass at the last probe."""
     model, x = convnet(), torch.randn(16, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     twin = copy.deepcopy(model)
@@ -114,7 +116,7 @@ class Replacing(nn.Module):
         return self.weight.sum() + self.count
 
 
-def test_buffers_that_are_replaced_do_not_leak_into_the_next_evaluation():
+def test_buffers_that_are_replaced_do_not_leak_into_the_next_query():
     model = Replacing()
     optimizer = ft.STP(model.parameters(), lr=0.5)
     optimizer.step(model)
@@ -126,8 +128,6 @@ def test_buffers_that_are_replaced_do_not_leak_into_the_next_evaluation():
 
 
 def test_modules_of_other_threads_are_not_touched():
-    import threading
-
     mine, other = convnet(), convnet()
     x = torch.randn(4, 1, 8, 8)
 
@@ -153,12 +153,11 @@ def test_autocast_around_the_step_sees_the_moved_weights():
 
 
 def test_hooks_are_gone_after_the_step():
-    from torch.nn.modules import module
-
     x = torch.ones(3)
     with pytest.raises(ZeroDivisionError):
         ft.VS2P([x]).step(lambda: 1 / 0)
-    assert not module._global_forward_pre_hooks
+    assert not torch_module._global_forward_pre_hooks
+    assert not torch_module._global_forward_hooks
 
 
 def normed():
@@ -175,7 +174,7 @@ def normed():
 )
 @pytest.mark.parametrize("warm", [False, True])
 def test_compiled_models(wrap, warm):
-    """Compiled or not, the same trajectory, and statistics that advance once a step."""
+    """Compiled or not, the same trajectory, and statistics that advance once per step."""
     torch._dynamo.reset()
     plain, x = normed(), torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
     model = wrap(copy.deepcopy(plain))
@@ -231,10 +230,14 @@ class WithBuffer(nn.Module):
 
 
 def test_buffers_that_cannot_be_written_are_left_alone():
-    ft.VS2P((model := WithBuffer(torch.ones(1).expand(5))).parameters()).step(model)
     with torch.inference_mode():
-        model = WithBuffer(torch.ones(5))
-    ft.VS2P([torch.ones(2)]).step(model)
+        inference = WithBuffer(torch.ones(5))
+    for model in (WithBuffer(torch.ones(1).expand(5)), inference):
+        optimizer, buffer = ft.VS2P([torch.ones(2)]), model.buffer
+        optimizer.step(model)
+        assert optimizer.last_step.taken
+        assert model.buffer is buffer
+        assert torch.equal(buffer, torch.ones(5))
 
     def replace(module):
         module.buffer = module.buffer + 1
@@ -265,8 +268,8 @@ def test_large_buffers_are_copied_only_if_they_change(monkeypatch):
     assert float(model.buffer[0]) == start + 3
 
 
-def test_hooks_are_in_place_in_every_evaluation():
-    """A branch that is first taken in a later evaluation is protected as well."""
+def test_hooks_are_set_in_every_query():
+    """A branch that is first taken in a later query is protected as well."""
     extra, weight = normed(), torch.ones(5)
     x = torch.randn(12, 6)
 
@@ -336,10 +339,10 @@ def test_replaced_buffers_are_put_back_when_the_closure_raises(steps):
 
     def failing():
         model()
-        raise KeyError
+        raise KeyError("mine")
 
     for _ in range(3):
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError, match="mine"):
             optimizer.step(failing)
         assert model.count == steps
 
@@ -370,8 +373,10 @@ def test_ensembles_by_vmap():
         return torch.func.functional_call(models[0], (p, b), (x,)).square().mean()
 
     optimizer = ft.VS2P([p.detach() for p in params.values()])
-    before = optimizer.step(lambda: torch.vmap(one)(params, buffers).mean())
-    assert torch.isfinite(before)
+    expected = sum(float(model(x).square().mean()) for model in models) / 3
+    loss = optimizer.step(lambda: torch.vmap(one)(params, buffers).mean())
+    assert float(loss) == pytest.approx(expected, rel=1e-4)
+    assert optimizer.last_step.gamma != 0
 
 
 def test_a_step_not_taken_uses_up_its_random_numbers():

@@ -14,7 +14,7 @@ SEEDS = range(3)
 
 
 def steps_to(eps, x, loss, gradient, optimizer, limit):
-    """Steps until the gradient is small, or None."""
+    """Steps until the gradient norm is at most eps, or None."""
     for step in range(limit):
         if gradient(x).norm() <= eps:
             return step
@@ -39,7 +39,7 @@ class Quadratic:
 
 
 def measure(make, eps):
-    """Mean steps for each dimension, with the bound that each was held to."""
+    """Mean steps for each dimension, and the bound for it."""
     f = Quadratic()
     measured, bounds = [], []
     for d in DIMENSIONS:

@@ -76,7 +76,7 @@ def test_steps_of_options_1_to_3():
 
 
 @pytest.mark.parametrize("eps", [0.05, 1.0, 30.0])
-def test_option_3_is_the_least_number_of_steps_that_keeps_its_own_bound(eps):
+def test_option_3_is_the_smallest_number_of_steps_that_keeps_its_own_bound(eps):
     def bound(K):
         return C.steps_stationary_relaxed(eps, 2.0, 9, 3.0, 5.0, S.constants_for_steps(K))
 

@@ -1,4 +1,4 @@
-"""Compiles the triton kernels for a GPU, which need not be present; a separate process, without triton's interpreter."""
+"""Compiles the triton kernels for a GPU that need not be present; its own process, without triton's interpreter."""
 
 import sys
 
