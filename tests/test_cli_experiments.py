@@ -91,7 +91,7 @@ def test_presets():
         (["compare", "nothing.toml"], "the spec nothing.toml cannot be read"),
         (
             ["compare", "--preset", "reduced/mnist-200", "--data", "nowhere"],
-            "the folder of data nowhere does not exist",
+            "the data folder nowhere does not exist",
         ),
         (["compare", "--preset", "reduced/mnist-200"], "name it with --data DIR"),
         (["compare", "--preset", "digits", "--quiet", "--json"], "choose one of --quiet and --json"),

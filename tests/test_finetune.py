@@ -141,7 +141,7 @@ def test_a_stopped_run_goes_on(home, monkeypatch):
     [
         ("--model model", r"name either a task .* or a table"),
         ("--model model --task sst3 --data .", r"task 'sst3' is not known \(did you mean 'sst2'\?\)"),
-        ("--model model --task sst2", "sst2 is read from a folder of data, and none was given"),
+        ("--model model --task sst2", "sst2 is read from the data folder, and none was given"),
         ("--model nowhere --train train.csv", "no model at nowhere"),
         ("--model model --train none.csv", "there is no file at .*none.csv"),
         ("--model model --train train.csv --text-column body", r"there is no column 'body', only 'text', 'label'"),

@@ -111,9 +111,7 @@ def test_acceleration_where_one_of_them_fails():
         math.inf,
         (1.0 * 3, math.inf),
     )  # 2 is reached at the first of three
-    worse = method(
-        {1.0: [result([1.0, 20.0, 20.0, 20.0])] * 2}
-    )  # the other got nowhere: the first is enough
+    worse = method({1.0: [result([1.0, 20.0, 20.0, 20.0])] * 2})  # the other got nowhere: the first is enough
     assert scoring.acceleration(ends_at_two, worse).ratio == 3.0
     assert scoring.acceleration(method({1.0: [None]}), ends_at_two).reason == "runs are missing"
 
