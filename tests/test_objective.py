@@ -373,7 +373,7 @@ def test_ensembles_by_vmap():
         return torch.func.functional_call(models[0], (p, b), (x,)).square().mean()
 
     optimizer = ft.VS2P([p.detach() for p in params.values()])
-    expected = sum(float(model(x).square().mean()) for model in models) / 3
+    expected = sum(model(x).square().mean().item() for model in models) / 3
     loss = optimizer.step(lambda: torch.vmap(one)(params, buffers).mean())
     assert float(loss) == pytest.approx(expected, rel=1e-4)
     assert optimizer.last_step.gamma != 0
