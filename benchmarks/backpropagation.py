@@ -17,7 +17,7 @@ import torch
 from benchmarks.harness import Row, arguments, finish
 from forwardtune import presets
 from forwardtune.experiments.plan import Run
-from forwardtune.experiments.runner import batch_numbers, execute, make_base
+from forwardtune.experiments.runner import batch_indices, execute, make_base
 from forwardtune.experiments.store import Store
 from forwardtune.tasks import Sources, Task, prepare
 
@@ -34,7 +34,7 @@ def adamw(task: Task, base: Path, lr: float, seed: int, steps: int) -> tuple[flo
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for step in range(steps):
         optimizer.zero_grad()
-        numbers = batch_numbers(task.examples, task.workload.batch, seed, step)
+        numbers = batch_indices(task.examples, task.workload.batch, seed, step)
         task.loss(model, task.batch(numbers)).backward()
         optimizer.step()
         scheduler.step()

@@ -17,7 +17,7 @@ from forwardtune.cli.main import app
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments import runner
 from forwardtune.finetuning.tuned import Tuned
-from forwardtune.tasks.texts.models import Language
+from forwardtune.tasks.texts.models import PretrainedModel
 from tests.helpers import tiny
 
 from transformers import AutoModelForCausalLM  # isort: skip
@@ -150,7 +150,7 @@ def test_a_stopped_run_goes_on(home, monkeypatch):
         ("--model model --train train.csv --adapter loar", "adapter 'loar' is not known"),
         ("--model model --train train.csv --batch 100", "a batch of 100 is more than the 36 training examples"),
         ("--model model --train train.csv --out model", "model is not empty"),
-        ("--model model --task sst2 --text-column a", "--text-column and --label-column are of a table of your own"),
+        ("--model model --task sst2 --text-column a", "--text-column and --label-column apply only with --train"),
         ("--model model --train train.csv --ledger train.csv", "train.csv already exists; choose another name"),
     ],
 )
@@ -163,8 +163,8 @@ def test_bad_input_is_told_before_anything_is_done(home, command, complaint):
 
 def test_the_model_is_loaded_once(home, monkeypatch):
     """For the base weights, the run and the saved model alike; a run that was killed before it was saved, again."""
-    loads, build = [], Language.build
-    monkeypatch.setattr(Language, "build", lambda *a: loads.append(1) or build(*a))
+    loads, build = [], PretrainedModel.build
+    monkeypatch.setattr(PretrainedModel, "build", lambda *a: loads.append(1) or build(*a))
     run("finetune --model model --adapter lora --quiet", USUAL)
     assert len(loads) == 1
     saved = load_file(home / "tuned" / "adapter_model.safetensors")

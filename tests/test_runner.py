@@ -15,7 +15,7 @@ from forwardtune.experiments.comparison import Machine, compare, unfinished
 from forwardtune.experiments.events import Evaluated, Noted, Progressed, Started
 from forwardtune.experiments.plan import plan
 from forwardtune.experiments.result import Base, RunResult
-from forwardtune.experiments.runner import batch_numbers, execute, rate
+from forwardtune.experiments.runner import batch_indices, decay_factor, execute
 from forwardtune.experiments.store import Store
 from forwardtune.files import translated, write_json
 from forwardtune.tasks import Sources, Tasks, prepare
@@ -34,7 +34,7 @@ def test_a_run_is_the_plain_loop(tmp_path):
     for step in range(30):
         if step in (0, 8, 15, 22):
             losses.append(task.evaluate(model).train_loss)
-        x, y = task.batch(batch_numbers(1400, 8, 0, step))
+        x, y = task.batch(batch_indices(1400, 8, 0, step))
         optimizer.step(lambda x=x, y=y: torch.nn.functional.cross_entropy(model(x), y))
         steps.append(optimizer.last_step)
         scheduler.step()
@@ -52,18 +52,18 @@ def test_a_run_is_the_plain_loop(tmp_path):
 
 
 def test_batches_are_a_function_of_seed_and_step():
-    epoch = torch.cat([batch_numbers(20, 6, 3, step) for step in range(3)])
+    epoch = torch.cat([batch_indices(20, 6, 3, step) for step in range(3)])
     assert len(set(epoch.tolist())) == 18
-    again = torch.cat([batch_numbers(20, 6, 3, step) for step in range(3, 6)])
+    again = torch.cat([batch_indices(20, 6, 3, step) for step in range(3, 6)])
     assert not torch.equal(epoch, again)
-    assert torch.equal(batch_numbers(20, 6, 3, 1), epoch[6:12])
-    assert not torch.equal(batch_numbers(20, 6, 4, 1), epoch[6:12])
+    assert torch.equal(batch_indices(20, 6, 3, 1), epoch[6:12])
+    assert not torch.equal(batch_indices(20, 6, 4, 1), epoch[6:12])
 
 
 def test_decays():
-    assert [rate("cosine", part) for part in (0, 0.5, 1)] == pytest.approx([1, 0.5, 0])
-    assert [rate("linear", part) for part in (0, 0.25, 1)] == [1, 0.75, 0]
-    assert rate("none", 0.9) == 1
+    assert [decay_factor("cosine", part) for part in (0, 0.5, 1)] == pytest.approx([1, 0.5, 0])
+    assert [decay_factor("linear", part) for part in (0, 0.25, 1)] == [1, 0.75, 0]
+    assert decay_factor("none", 0.9) == 1
 
 
 def test_methods_share_batches_and_queries(tmp_path):

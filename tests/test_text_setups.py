@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from forwardtune._compat.transformers import transformers
 from forwardtune.errors import ExperimentError
 from forwardtune.tasks.texts import models, setups
-from forwardtune.tasks.texts.models import Language
+from forwardtune.tasks.texts.models import PretrainedModel
 from tests.helpers.comparisons import DATA, needs_data
 from tests.helpers.texts import models_and_tables, task_of
 
@@ -177,14 +177,14 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_loaded(folder, m
 
 
 def test_the_size_of_a_model_is_known_before_it_is_loaded(folder):
-    language = Language(folder / "causal", "prompt")
+    language = PretrainedModel(folder / "causal", "prompt")
     model, _ = language.build(2)
     assert models._elements(folder / "causal", language.config) == sum(p.numel() for p in model.parameters())
 
 
 @needs_data
 def test_sentencepiece_alone_is_read_as_llamas(tmp_path):
-    language = Language(DATA / "weights" / "stories15M", "prompt")
+    language = PretrainedModel(DATA / "weights" / "stories15M", "prompt")
     assert language.tokenizer.tokenize("film It was great") == ["▁film", "▁It", "▁was", "▁great"]
     language.tokenizer.save_pretrained(tmp_path)
     again = transformers.AutoTokenizer.from_pretrained(tmp_path)

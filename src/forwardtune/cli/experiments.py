@@ -38,7 +38,7 @@ from forwardtune.experiments.comparison import compare as compare_all
 from forwardtune.experiments.plan import Run, plan
 from forwardtune.experiments.report.tables import tables
 from forwardtune.experiments.runner import execute
-from forwardtune.experiments.scoring import Scores, score
+from forwardtune.experiments.scoring import ComparisonScore, score
 from forwardtune.experiments.spec import Spec
 from forwardtune.experiments.store import Store
 from forwardtune.experiments.summary import number, sentence
@@ -174,7 +174,7 @@ def _default_folder(spec: Spec, preset: str | None) -> Path:
 
 
 def _tell_outcome(
-    scores: Scores, page: Path | None, store: Store, *, quiet: bool = False, as_json: bool = False
+    scores: ComparisonScore, page: Path | None, store: Store, *, quiet: bool = False, as_json: bool = False
 ) -> None:
     sentences = [sentence(workload) for workload in scores.workloads]
     if as_json:

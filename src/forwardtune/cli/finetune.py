@@ -38,12 +38,14 @@ def finetune(
     train: Annotated[
         Path | None, typer.Option(help="A table of your own: .csv, .tsv, .jsonl.", show_default=False)
     ] = None,
-    test: Annotated[Path | None, typer.Option(help="One to test on.", show_default="a tenth of --train")] = None,
+    test: Annotated[Path | None, typer.Option(help="Test table.", show_default="a tenth of --train")] = None,
     text_column: Annotated[
-        list[str] | None, typer.Option(help="Of --train; twice for pairs.", show_default="text")
+        list[str] | None, typer.Option(help="Text column of --train; repeat it for pairs.", show_default="text")
     ] = None,
-    label_column: Annotated[str | None, typer.Option(help="Of --train.", show_default="label")] = None,
-    template: Annotated[str, typer.Option(help="The question, as '{text} It was'.", show_default="the task's")] = "",
+    label_column: Annotated[str | None, typer.Option(help="Label column of --train.", show_default="label")] = None,
+    template: Annotated[
+        str, typer.Option(help="The question, as '{text} It was'.", show_default="the task's, or '{text} It is'")
+    ] = "",
     word: Annotated[
         list[str] | None, typer.Option(help="The answer of each class, in order.", show_default=False)
     ] = None,
@@ -66,14 +68,14 @@ def finetune(
     seed: Seed = 0,
     evaluations: Annotated[int, typer.Option(min=1, help="How often to evaluate on the test set.")] = 10,
     test_examples: Annotated[int, typer.Option(min=0, help="On how many of its examples; 0 means all.")] = 0,
-    max_length: Annotated[int, typer.Option(help="Tokens of an example at most.")] = 128,
+    max_length: Annotated[int, typer.Option(help="Maximum tokens per example.")] = 128,
     pad_token: Annotated[
         str, typer.Option(help="For a tokenizer that has none, with a head.", show_default=False)
     ] = "",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     out: Annotated[Path, typer.Option(help="Folder of the result.")] = Path("tuned"),
     ledger: Annotated[Path | None, typer.Option(help="Also copy the ledger there.", show_default=False)] = None,
-    download: Annotated[bool, typer.Option("--download", help="Allow the hub.")] = False,
+    download: Annotated[bool, typer.Option("--download", help="Allow downloads from the Hub.")] = False,
     device: Device = None,
     threads: Threads = None,
     quiet: Silent = False,
@@ -94,7 +96,7 @@ def finetune(
     if (task is None) == (train is None):
         raise ExperimentError("name either a task (--task sst2 --data DIR) or a table (--train FILE)")
     if task and (test or text_column or label_column):
-        raise ExperimentError("--test, --text-column and --label-column are of a table of your own; leave them out")
+        raise ExperimentError("--test, --text-column and --label-column apply only with --train; leave them out")
     if ledger and ledger.exists() and not (out / SETTINGS).exists():
         raise ExperimentError(f"{ledger} already exists; choose another name for --ledger")
     if task:
@@ -144,7 +146,7 @@ def finetune(
         print(json_lines.dumps({"event": "saved", "model": str(out), "final": final}))
         return
     _tell_outcome(result, steps)
-    console.print(f"saved: {out}\nask it: forwardtune predict --model {out} --text '...'", markup=False)
+    console.print(f"saved: {out}\ntry it: forwardtune predict --model {out} --text '...'", markup=False)
 
 
 def _tell_outcome(result: RunResult, steps: int) -> None:
@@ -171,7 +173,7 @@ def predict(
     ] = None,
     device: Device = None,
 ) -> None:
-    """Ask a tuned model."""
+    """Predict with a tuned model."""
     if (text is None) == (input is None):
         raise ExperimentError("give either texts (--text '...') or a table of them (--input FILE)")
     if out and out.suffix not in (".csv", ".jsonl"):

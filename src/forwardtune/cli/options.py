@@ -24,10 +24,8 @@ Data = Annotated[
 ]
 Download = Annotated[bool, typer.Option("--download", help="Fetch data and weights that are missing.")]
 Device = Annotated[str | None, typer.Option(help="Where the runs are made.", show_default="a GPU if there is one")]
-Threads = Annotated[
-    int | None, typer.Option(min=1, max=1024, help="Threads of a run.", show_default="so that all cores work")
-]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the noise and the batches.")]
+Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="Threads of a run.", show_default="all cores")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the noise and the batches.")]
 Silent = Annotated[bool, typer.Option("--quiet", "-q", help="Print the summary only.")]
 Json = Annotated[bool, typer.Option("--json", help="Print events as JSON, one per line.")]
 Board = Annotated[bool, typer.Option("--tensorboard", help="Also log to OUT/tensorboard.")]

@@ -1,11 +1,18 @@
 """Fair comparisons of methods, as files that anyone can run, stop, resume and read.
 
-spec        what is compared: a frozen description in TOML
-plan        the spec as a list of runs, each known by the hash of its description
-workloads/  data, networks and base weights
-runner      one run, resumable through its ledger
-comparison  all runs of a plan, in worker processes
-store       one result file a run
-scoring     results as best rates, means, intervals, ratios
-report/     scores as HTML, PNG, Markdown and CSV
+spec         what is compared: a frozen description in TOML
+plan         the spec as a list of runs, each identified by the hash of its description
+runner       one run, resumable through its ledger
+evaluations  the log of a run's evaluations while it is under way
+comparison   all runs of a plan, in worker processes
+result       what a run came to, typed
+events       what is told while runs are made
+provenance   the code and machine that a result comes from
+store        one result file per run
+scoring      results as best rates, means, intervals, ratios
+intervals    bootstrap and Student's intervals over seeds
+summary      scores in words
+report/      scores as HTML, PNG, Markdown and CSV
+
+The data and models that runs are made on are in `forwardtune.tasks`.
 """

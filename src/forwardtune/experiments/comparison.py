@@ -55,10 +55,10 @@ class Machine:
 
 
 def compare(spec: Spec, store: Store, tasks: Tasks, machine: Machine, tell: Tell = ignore) -> None:
-    """Makes the runs that are not in the store yet, and tells of everything."""
+    """Makes the runs that are not in the store yet, and reports progress."""
     with store.lock():
         chosen: dict[str, float] = {}
-        while True:
+        while True:  # once, unless workloads wait for the rates that are best on another (`rates_from`)
             _compare(spec, plan(spec, chosen), store, tasks, machine, tell)
             if chosen == (chosen := chosen_rates(spec, store)):
                 return

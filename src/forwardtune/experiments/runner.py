@@ -48,7 +48,7 @@ def execute(run: Run, store: Store, task: Task, tell: Tell = ignore) -> Executed
     if result is None:
         with torch.random.fork_rng(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Step not taken|.* steps saw the same loss", RuntimeWarning)
-            result, model = _RunUnderWay(run, store, task, tell).finish()
+            result, model = _RunUnderWay(run, store, task, tell).complete()
         store.save(result)
     tell(Finished(run.id, result))
     return Executed(result, model)
@@ -64,12 +64,12 @@ def make_base(task: Task, store: Store) -> nn.Module | None:
         return task.make_base(file)
 
 
-def rate(decay: str, done: float) -> float:
+def decay_factor(decay: str, done: float) -> float:
     """The factor on the learning rate after a part of the steps."""
     return {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "none": 1.0}[decay]
 
 
-def batch_numbers(examples: int, size: int, seed: int, step: int) -> Tensor:
+def batch_indices(examples: int, size: int, seed: int, step: int) -> Tensor:
     """The examples of a step's batch: every epoch is a new permutation, without its incomplete last batch."""
     epoch, index = divmod(step, examples // size)
     return _order(examples, seed, epoch)[index * size : (index + 1) * size]
@@ -103,10 +103,10 @@ class _RunUnderWay:
         provenance.reset_peak_memory(task.device)
         provenance.code()  # what runs now, whatever becomes of the files
 
-    def finish(self) -> tuple[RunResult, nn.Module]:
+    def complete(self) -> tuple[RunResult, nn.Module]:
         optimizer, model, step = self._begin()
         with _recorder(optimizer):
-            reason = self._go_on(optimizer, model, step)
+            reason = self._train(optimizer, model, step)
         return self._result(optimizer, reason), model
 
     def _begin(self) -> tuple[LineSearch, nn.Module, int]:
@@ -151,8 +151,10 @@ class _RunUnderWay:
         return bool(recorded.damage) or recorded.state_end < recorded.end
 
     def _set_aside(self) -> None:
-        for file in self.ledger.parent.glob(f"{self.run.id}.l*"):  # the ledger, its states, the evaluations
-            file.rename(file.with_name(f"damaged.{file.name}"))
+        """Keeps the ledger, its states and the evaluations under other names."""
+        for file in (*self.ledger.parent.glob(f"{self.ledger.name}*"), self.log.file):
+            if file.exists():
+                file.rename(file.with_name(f"damaged.{file.name}"))
 
     def _trace_again(self, model: nn.Module, step: int) -> None:
         """What the method saw before the run was stopped, from its ledger."""
@@ -167,9 +169,9 @@ class _RunUnderWay:
 
     def _set_lr(self, optimizer: LineSearch, step: int) -> None:
         for group in optimizer.param_groups:
-            group["lr"] = self.run.lr * rate(self.run.decay, step / self.steps)
+            group["lr"] = self.run.lr * decay_factor(self.run.decay, step / self.steps)
 
-    def _go_on(self, optimizer: LineSearch, model: nn.Module, step: int) -> str:
+    def _train(self, optimizer: LineSearch, model: nn.Module, step: int) -> str:
         """Steps and evaluations to the end; the reason, if the run is given up."""
         start, told = time.perf_counter() - self.log.seconds, 0.0
         total = self.steps * self.run.method.queries_per_step
@@ -185,7 +187,7 @@ class _RunUnderWay:
             if step == self.steps or reason:
                 return reason
             self._set_lr(optimizer, step)
-            numbers = batch_numbers(self.task.examples, self.run.workload.batch, self.run.seed, step)
+            numbers = batch_indices(self.task.examples, self.run.workload.batch, self.run.seed, step)
             loss = self._step(optimizer, model, self.task.batch(numbers))
             self.tracer.add(optimizer.last_step)
             step += 1

@@ -205,7 +205,7 @@ class WorkloadScore:
 
 
 @dataclass(frozen=True)
-class Scores:
+class ComparisonScore:
     """All that a report tells."""
 
     spec: Spec
@@ -234,7 +234,7 @@ def chosen_rates(spec: Spec, store: Store) -> dict[str, float]:
     return {entry.method.label: entry.best.lr for entry in scored.methods if entry.best and entry.is_complete}
 
 
-def score(spec: Spec, store: Store) -> Scores:
+def score(spec: Spec, store: Store) -> ComparisonScore:
     """What the store has of a comparison; of one that is not finished, the seeds that are."""
     chosen = chosen_rates(spec, store)
     results = {
@@ -258,4 +258,4 @@ def score(spec: Spec, store: Store) -> Scores:
         )
         undecided = sum(not grid[method.label] for method in spec.methods) * len(workload.seeds)
         workloads.append(WorkloadScore(workload, scores, sum(absent.values()) + undecided))
-    return Scores(spec, tuple(workloads))
+    return ComparisonScore(spec, tuple(workloads))

@@ -1,7 +1,7 @@
 """What is compared: a frozen description, read from a TOML file.
 
 A spec names workloads (data, network, base weights), methods with their grids of rates, seeds, and one budget in
-forward passes for all methods alike. `docs/experiments.md` explains every key.
+queries that is the same for all methods. `docs/experiments.md` explains every key.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Method:
 
     @cached_property
     def queries_per_step(self) -> int:
-        """Counted in a step along a line of one weight, which also shows whether the settings make sense."""
+        """Counted in a step along a line of one weight, which also shows whether the settings are valid."""
         optimizer = self.optimizer([torch.zeros(1)], 1e-3, backend="reference")
         optimizer.step(count(1.0).__next__)
         return optimizer.queries

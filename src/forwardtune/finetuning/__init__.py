@@ -1,4 +1,4 @@
-"""One model tuned to one task: made, saved with a card, and asked.
+"""One model tuned to one task: a comparison of a single run, whose model is saved with a card and can be asked.
 
 tune     makes the run and saves the model that it leads to
 tuned    a tuned model in a folder, ready to answer

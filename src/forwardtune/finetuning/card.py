@@ -39,7 +39,7 @@ On {examples:,} test examples (%):
 | --- | --- | --- |
 {rows}
 {always}
-It is asked by the setup "{task.language.setup_name}"{_question(task)}.
+Texts are put to it by the setup "{task.language.setup_name}"{_question(task)}.
 
 ```
 forwardtune predict --model . --text "..."

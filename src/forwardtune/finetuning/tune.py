@@ -41,7 +41,7 @@ def finetune(run: Run, out: Path, sources: Sources, *, device: str = "cpu", tell
         result = executed.result
         if result.diverged:
             raise ExperimentError(
-                f"the run was given up: {result.reason}. Its evaluations are in {store.runs / run.id}.json; try a "
+                f"the run diverged: {result.reason}. Its evaluations are in {store.runs / run.id}.json; try a "
                 "smaller --lr, in another folder"
             )
         if not settings.exists():

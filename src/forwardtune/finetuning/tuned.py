@@ -21,7 +21,7 @@ from forwardtune.errors import ExperimentError
 from forwardtune.experiments.result import Json
 from forwardtune.experiments.store import read_json
 from forwardtune.tasks.texts.data import Text
-from forwardtune.tasks.texts.models import Language
+from forwardtune.tasks.texts.models import PretrainedModel
 from forwardtune.tasks.texts.setups import score_between
 from forwardtune.tasks.texts.task import CHUNK
 
@@ -73,7 +73,7 @@ class Tuned:
         path = Path(settings.model) if settings.adapter != "none" else folder
         if path.is_absolute() and not path.is_dir():
             raise ExperimentError(f"the base model of this adapter is not at {path} any more; put it back there")
-        self._language = Language(str(path), settings.setup, "none", settings.dtype, settings.pad_token)
+        self._language = PretrainedModel(str(path), settings.setup, "none", settings.dtype, settings.pad_token)
         self._language.check_size(torch.device(device))
         self._setup = self._language.setup(settings.columns, settings.template, settings.words, settings.max_length)
         self._model = self._load(folder).to(device).eval()

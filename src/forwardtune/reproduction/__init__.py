@@ -1,1 +1,1 @@
-"""The paper's experiments as specs, and a page that sets our numbers beside the printed ones."""
+"""A page that sets our numbers beside those that the paper prints."""

@@ -10,7 +10,7 @@ from forwardtune.errors import ExperimentError
 from forwardtune.experiments.intervals import paired
 from forwardtune.experiments.report.tables import markdown, ratio_text
 from forwardtune.experiments.result import Json
-from forwardtune.experiments.scoring import MethodScore, Scores, WorkloadScore, acceleration, accuracy, score
+from forwardtune.experiments.scoring import ComparisonScore, MethodScore, WorkloadScore, acceleration, accuracy, score
 from forwardtune.experiments.spec import Spec
 from forwardtune.experiments.store import Store
 from forwardtune.experiments.summary import count, number, sentence
@@ -37,11 +37,11 @@ forwardtune reproduction {folder} --out docs/reproduction.md
 ```
 
 and the results by `forwardtune compare --preset PRESET --data DIR --out {folder}/PRESET`, with the presets named below;
-`full/` ones are the paper's settings, `reduced/` ones fit two cores. All methods get the same number of forward passes;
+`full/` ones are the paper's settings, `reduced/` ones fit two cores. All methods get the same number of queries;
 the rate of each is the one with the lowest mean final training loss. STP{prime} is STP at equal queries: it asks for
 three a step where the others ask for two, so it gets two thirds of the steps, and its rate decays over those (the paper
-cuts a longer run off there). Behind the accuracy on texts, in brackets: how far it is above always answering the
-majority class, with Student's 95% interval over seeds.
+cuts a longer run off there). In parentheses after accuracies on texts: how far they are above always answering
+the majority class, with Student's 95% interval over seeds.
 """
 
 
@@ -83,11 +83,11 @@ def _in_full(spec: Spec) -> Spec | None:
     return None
 
 
-def _kind(scores: Scores) -> str:
+def _kind(scores: ComparisonScore) -> str:
     return "task" if isinstance(scores.workloads[0].workload, TextWorkload) else "network"
 
 
-def _section(name: str, scores: Scores, full: Spec | None, printed: Json) -> str:
+def _section(name: str, scores: ComparisonScore, full: Spec | None, printed: Json) -> str:
     spec = scores.spec
     blocks = [f"## {spec.title}\n\nPreset `{name}`. {' '.join(spec.description.split())}\n"]
     if scores.missing:
@@ -103,7 +103,7 @@ def _section(name: str, scores: Scores, full: Spec | None, printed: Json) -> str
     return "\n".join(blocks)
 
 
-def _accuracy(scores: Scores, printed: Json) -> str:
+def _accuracy(scores: ComparisonScore, printed: Json) -> str:
     header = [_kind(scores), "at the start"]
     majorities = [_majority(workload) for workload in scores.workloads]
     if any(majorities):
@@ -154,7 +154,7 @@ def _start(workload: WorkloadScore, column: str) -> float | None:
     return next((result.curve.column(column)[0] for result in workload.results), None)
 
 
-def _losses(scores: Scores) -> str:
+def _losses(scores: ComparisonScore) -> str:
     rows = []
     for workload in scores.workloads:
         cells = []
@@ -170,7 +170,7 @@ def _losses(scores: Scores) -> str:
     return markdown([_kind(scores), "at the start", *(method.title for method in scores.spec.methods)], rows)
 
 
-def _accelerations(scores: Scores, printed: Json) -> str:
+def _accelerations(scores: ComparisonScore, printed: Json) -> str:
     header = [_kind(scores)]
     for method in scores.spec.methods[1:]:
         header += [f"over {method.title}", *(["paper"] if printed else [])]
@@ -185,7 +185,7 @@ def _accelerations(scores: Scores, printed: Json) -> str:
     return markdown(header, rows)
 
 
-def _differences(scores: Scores, full: Spec) -> str:
+def _differences(scores: ComparisonScore, full: Spec) -> str:
     rows = []
     for ours in scores.workloads:
         theirs = next(w for w in full.workloads if w.subject == ours.workload.subject)
@@ -222,7 +222,7 @@ def _settings(workload: Workload) -> list[str]:
     return [budget, str(workload.batch), str(len(workload.seeds)), start]
 
 
-def _origin(scores: Scores) -> str:
+def _origin(scores: ComparisonScore) -> str:
     """Where the numbers come from, in a sentence."""
     results = scores.results
     if not results:

@@ -89,8 +89,8 @@ def _curves(
     ]
     return Chart(
         name,
-        f"{title} against forward passes",
-        "forward passes",
+        f"{title} against queries",
+        "queries",
         title.lower() + unit,
         tuple(series),
         log_y=log,
@@ -109,7 +109,7 @@ def _traces(score: WorkloadScore, column: str, title: str, label: str) -> Chart:
     return Chart(
         column,
         f"{title}, {label}",
-        "forward passes",
+        "queries",
         label,
         tuple(series),
         log_y=True,

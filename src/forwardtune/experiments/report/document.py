@@ -13,7 +13,7 @@ from forwardtune.experiments.report.charts import charts, plotly
 from forwardtune.experiments.report.png import draw
 from forwardtune.experiments.report.tables import Table, runs_table, tables
 from forwardtune.experiments.result import RunResult
-from forwardtune.experiments.scoring import Scores
+from forwardtune.experiments.scoring import ComparisonScore
 from forwardtune.experiments.summary import count, sentence
 from forwardtune.files import translated, write_text
 
@@ -25,7 +25,7 @@ def check_installed() -> None:
             raise ExperimentError(f"a report needs {package}; install it: pip install 'forwardtune[report]'")
 
 
-def write(scores: Scores, folder: Path | str) -> Path:
+def write(scores: ComparisonScore, folder: Path | str) -> Path:
     """Makes `folder`/report.html and the folder `report`; the path of the page."""
     check_installed()
     folder = Path(folder)
@@ -44,13 +44,13 @@ def write(scores: Scores, folder: Path | str) -> Path:
     return page
 
 
-def _markdown(scores: Scores, every_table: dict[str, Table]) -> str:
+def _markdown(scores: ComparisonScore, every_table: dict[str, Table]) -> str:
     verdicts = "\n".join(f"- {sentence(workload)}" for workload in scores.workloads)
     blocks = [f"## {table.title}\n\n{table.markdown()}\n\n{table.note}\n" for table in every_table.values()]
     return "\n".join([f"# {scores.spec.title}\n", scores.spec.description, "", verdicts, "", *blocks])
 
 
-def _page(scores: Scores, every_table: dict[str, Table], runs: Table) -> str:
+def _page(scores: ComparisonScore, every_table: dict[str, Table], runs: Table) -> str:
     from plotly.offline import get_plotlyjs
 
     template = Template((Path(__file__).parent / "page.html").read_text("utf-8"))

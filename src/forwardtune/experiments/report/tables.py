@@ -14,9 +14,9 @@ from forwardtune.experiments.intervals import Interval, Paired, bootstrap_mean
 from forwardtune.experiments.result import Json, RunResult, scores_to_json
 from forwardtune.experiments.scoring import (
     Acceleration,
+    ComparisonScore,
     Contest,
     MethodScore,
-    Scores,
     WorkloadScore,
     acceleration,
     accuracy,
@@ -58,14 +58,14 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *rows])
 
 
-def tables(scores: Scores) -> dict[str, Table]:
+def tables(scores: ComparisonScore) -> dict[str, Table]:
     """Those that have something to show, by name."""
     every = (_accuracy(scores), _loss(scores), _acceleration(scores), _contests(scores), _rates(scores))
     return {table.name: table for table in every if table.rows}
 
 
 def _by_workload(
-    scores: Scores, name: str, title: str, note: str, cell: Callable[[MethodScore], tuple[str, Json]]
+    scores: ComparisonScore, name: str, title: str, note: str, cell: Callable[[MethodScore], tuple[str, Json]]
 ) -> Table:
     """Methods down, workloads across, as in the paper."""
     rows, records = [], []
@@ -83,7 +83,7 @@ def _by_workload(
     return Table(name, title, header, tuple(rows), tuple(records), note)
 
 
-def _accuracy(scores: Scores) -> Table:
+def _accuracy(scores: ComparisonScore) -> Table:
     def cell(score: MethodScore) -> tuple[str, Json]:
         reached = accuracy(score)
         if reached is None:
@@ -102,7 +102,7 @@ def _accuracy(scores: Scores) -> Table:
     )
 
 
-def _loss(scores: Scores) -> Table:
+def _loss(scores: ComparisonScore) -> Table:
     def cell(score: MethodScore) -> tuple[str, Json]:
         if score.best is None:
             return "runs missing", UNKNOWN
@@ -124,7 +124,7 @@ def _loss(scores: Scores) -> Table:
     )
 
 
-def _acceleration(scores: Scores) -> Table:
+def _acceleration(scores: ComparisonScore) -> Table:
     rows, records = [], []
     for i, other in enumerate(scores.spec.methods[1:], 1):
         cells = []
@@ -141,8 +141,8 @@ def _acceleration(scores: Scores) -> Table:
         tuple(rows),
         tuple(records),
         "The other method's whole budget of queries divided by the queries after which the method's training loss "
-        "first is where the other's ended, in brackets the 95% bootstrap interval over seeds. N/A: it never gets "
-        "there; ∞: a run of the other diverged. A ratio can be no larger than the number of evaluations.",
+        "first reaches the other's final loss, in brackets the 95% bootstrap interval over seeds. N/A: it never "
+        "does; ∞: a run of the other diverged. A ratio can be no larger than the number of evaluations.",
     )
 
 
@@ -154,7 +154,7 @@ def ratio_text(gain: Acceleration) -> str:
     return ratio(gain.ratio) + (interval if set(gain.interval or ()) != {gain.ratio} else "")
 
 
-def _contests(scores: Scores) -> Table:
+def _contests(scores: ComparisonScore) -> Table:
     rows, records = [], []
     for workload in scores.workloads:
         for pair in workload.contests:
@@ -199,7 +199,7 @@ def _verdict(pair: Paired, contest: Contest, less_is_better: bool) -> str:
     return f"{(contest.a if (pair.mean < 0) == less_is_better else contest.b).method.title} ahead"
 
 
-def _rates(scores: Scores) -> Table:
+def _rates(scores: ComparisonScore) -> Table:
     rows, records = [], []
     for workload in scores.workloads:
         for score in workload.methods:

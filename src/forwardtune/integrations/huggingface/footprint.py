@@ -33,7 +33,7 @@ class Footprint:
         shown = ", ".join(self.names[:6]) + (f" and {len(self.names) - 6} more" if len(self.names) > 6 else "")
         return (
             f"tunes {self.tuned:,} of {self.total:,} weights ({self.tuned / max(1, self.total):.2%}): {shown}\n"
-            f"needs {size(self.memory)} for the weights and one forward pass; with AdamW another "
+            f"needs {size(self.memory)} for the weights, plus one forward pass; with AdamW another "
             f"{size(self.adamw)}, and the activations of all layers"
         )
 
@@ -43,7 +43,7 @@ def footprint(model: nn.Module) -> Footprint:
 
     >>> print(footprint(nn.Linear(1000, 10)))
     tunes 10,010 of 10,010 weights (100.00%): weight, bias
-    needs 40 kB for the weights and one forward pass; with AdamW another 120 kB, and the activations of all layers
+    needs 40 kB for the weights, plus one forward pass; with AdamW another 120 kB, and the activations of all layers
     """
     params = dict(model.named_parameters())
     tuned = {name: p for name, p in params.items() if p.requires_grad}

@@ -21,7 +21,7 @@ VIRTUAL_TOKENS = 8
 """How many tokens prompt and prefix tuning put in front of a text."""
 
 
-class Language:
+class PretrainedModel:
     """A pretrained model in a folder or on the Hub: its kind, its tokenizer, and how it is built for a task."""
 
     def __init__(

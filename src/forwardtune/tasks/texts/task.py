@@ -21,7 +21,7 @@ from forwardtune.tasks.sources import Sources
 from forwardtune.tasks.task import Scores, Task
 from forwardtune.tasks.texts import glue
 from forwardtune.tasks.texts.data import Text, Texts, from_files
-from forwardtune.tasks.texts.models import Language
+from forwardtune.tasks.texts.models import PretrainedModel
 from forwardtune.tasks.texts.setups import Rows, score_between
 from forwardtune.tasks.texts.workload import TextWorkload
 
@@ -44,7 +44,7 @@ class TextTask(Task):
         self.template = workload.template or (known.template if known else _default_template(self.texts.columns))
         self.words = workload.words or (known.words if known else self.texts.classes)
         path = sources.model(workload.weights)
-        self.language = Language(
+        self.language = PretrainedModel(
             path or workload.weights, workload.setup, workload.adapter, workload.dtype, workload.pad_token
         )
         scored = self.language.setup_name == "head" and not self.texts.classes
