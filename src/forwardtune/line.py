@@ -10,9 +10,10 @@ its offsets and gives the same bits every time.
 from __future__ import annotations
 
 import _signal  # below `signal`, without its conversions to enums, which would dominate a small model's step
+import math
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -26,11 +27,20 @@ Position = Mapping[int, Offsets]
 """The offsets of the weights along each direction; along directions that are not named they are zero."""
 
 
+Trail = Sequence[tuple[int, Position]]
+"""The latest steps, in order, each with the position it moved to."""
+StepMove = tuple[int, Sequence[Term]]
+"""The terms of one pass along directions of a step."""
+REVIEWED_AT = (0.0, 2.0)
+"""Where a trail is reviewed: at its start, and twice as far as it led."""
+
+
 class Line:
     """The weights of a field during one step. An exception puts them back, unless they have settled."""
 
-    def __init__(self, field: Field, step: int, groups: int) -> None:
-        self.field, self._step = field, step
+    def __init__(self, field: Field, step: int, groups: int, trail: Trail = ()) -> None:
+        self.field, self._step, self._trail = field, step, trail
+        self._along = 1.0
         self.settled = False
         self._zero = (0.0,) * groups
         self._position: Position = {}
@@ -46,6 +56,7 @@ class Line:
         try:
             if kind is not None and not self.settled:
                 self.goto({})
+                self.goto_along(1.0)
         finally:
             self.field.touch()
             self._interrupts.give_back()
@@ -58,6 +69,35 @@ class Line:
             self._move(target)
         finally:
             self._interrupts.release()
+
+    def goto_along(self, part: float) -> None:
+        """Moves the weights to where they would be had the steps of the trail been `part` times as long."""
+        self._interrupts.hold = True
+        try:
+            moves = list(moves_along(self._trail, self._along, part, self._zero))
+            if moves:
+                self.field.mover.chain(moves)
+            self._along = part
+        finally:
+            self._interrupts.release()
+
+    def review(self, query: Callable[[], float]) -> tuple[float, float]:
+        """The losses at the start of the trail and twice as far as it led; the weights are back afterwards.
+
+        They always take the same path, even if a query raises, so that a review is described by its trail alone.
+        """
+        losses = [math.nan, math.nan]
+        try:
+            for i, part in enumerate(REVIEWED_AT):
+                self.goto_along(part)
+                losses[i] = query()
+        except BaseException:
+            for part in REVIEWED_AT[REVIEWED_AT.index(self._along) + 1 :]:
+                self.goto_along(part)
+            raise
+        finally:
+            self.goto_along(1.0)
+        return losses[0], losses[1]
 
     def settle(self, target: Position, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Moves the weights for good: nothing interrupts the step from the call of `before` until the line is left.
@@ -86,6 +126,20 @@ def terms_between(here: Position, there: Position, zero: Offsets) -> tuple[list[
         if back != forth:
             terms.append(Term(direction, back, forth))
     return terms, {direction: there[direction] for direction in order if direction in there}
+
+
+def moves_along(trail: Trail, here: float, there: float, zero: Offsets) -> Iterator[StepMove]:
+    """The moves back from one multiple of a trail to its start, last in first out, and forth to another."""
+    if here == there:
+        return
+    for step, position in reversed(trail):
+        yield step, terms_between(_times(here, position), {}, zero)[0]
+    for step, position in trail:
+        yield step, terms_between({}, _times(there, position), zero)[0]
+
+
+def _times(factor: float, position: Position) -> Position:
+    return {direction: tuple(factor * t for t in offsets) for direction, offsets in position.items()}
 
 
 class _Interrupts:

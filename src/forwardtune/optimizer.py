@@ -33,16 +33,20 @@ from forwardtune.arguments import (
     plain,
     tensors_of,
 )
+from forwardtune.auto import Auto, after_review, after_step, is_review_due, is_surveying, start, survey
 from forwardtune.buffers import Modules
 from forwardtune.errors import InvalidArgumentError, NonFiniteLossError, warn, warn_deprecated
-from forwardtune.line import Line, Offsets
+from forwardtune.line import Line, Offsets, Trail
 from forwardtune.noise import NOISE_VERSION, Distribution, Field, Slot
 from forwardtune.noise.field import check_tensor
 from forwardtune.noise.mover import check_number
 from forwardtune.objective import Closure, Objective
-from forwardtune.record import StepRecord
+from forwardtune.record import Review, StepRecord
+from forwardtune.scales import SCALES, Scale, relative_scales
 from forwardtune.search import Memory, Search, StepSearch
 
+OLDER_RUN = {"plateaus": 0, "scale": "absolute", "auto": None}
+"""What states lack that were saved before it could be chosen or was counted."""
 MANY_PLATEAUS = 20
 """This many steps without any difference in the loss are worth a warning, if they are most of the run."""
 
@@ -65,6 +69,8 @@ class RunOptions(TypedDict, total=False):
     """Keyword arguments that every method takes; they apply to the whole run, not to a group.
 
     seed: seeds the noise; an integer below 2^64 (default 0).
+    scale: the units of offsets, ``"absolute"`` or ``"relative"`` to the size of each tensor's weights at the start of
+        the run; see :mod:`forwardtune.scales` (default ``"relative"`` with ``lr="auto"``, else ``"absolute"``).
     distribution: of the directions' elements, ``"rademacher"`` (default, the fastest), ``"normal"``, ``"uniform"`` or
         ``"sphere"``; all have ``E norm(s)^2 = d``.
     directions: how many independent directions a step searches from the same point; their moves are averaged and the
@@ -78,6 +84,7 @@ class RunOptions(TypedDict, total=False):
     """
 
     seed: int
+    scale: Scale
     distribution: Distribution
     directions: int
     backend: str
@@ -115,19 +122,27 @@ class LineSearch(Optimizer):
             )
         self._field: Field | None = None
         self._modules = Modules()
-        super().__init__(as_groups(params), {**defaults, "memory": {}})
+        is_auto = isinstance(defaults["lr"], str) and defaults["lr"] == "auto"
+        scale = run.get("scale", "relative" if is_auto else "absolute")
+        if scale not in SCALES:
+            raise InvalidArgumentError(f"unknown scale {scale!r}; choose one of {', '.join(SCALES)}")
+        super().__init__(as_groups(params), {**defaults, "lr": 1.0 if is_auto else defaults["lr"], "memory": {}})
         # Replaced as a whole at every step, never modified in place, so that a `state_dict` is a snapshot.
         self._run = {
             "method": type(self).__name__,
             "noise": NOISE_VERSION,
             "seed": seed,
+            "scale": scale,
             "distribution": run.get("distribution", "rademacher"),
             "directions": directions,
             "step": 0,
             "queries": 0,
             "nonfinite": 0,
             "plateaus": 0,
+            "auto": start() if is_auto else None,
         }
+        if is_auto:
+            self.settings_at(1.0, self.defaults)  # refuses methods without a size to find
         if not self.field.dimension:  # making the field also checks distribution, backend and parameters
             raise InvalidArgumentError("the parameters have no elements; there is nothing to tune")
 
@@ -147,8 +162,20 @@ class LineSearch(Optimizer):
         """The noise over all parameters."""
         params = [group["params"] for group in self.param_groups]
         if self._field is None or not self._field.covers(params):
-            self._field = Field(params, seed=self.seed, distribution=self.distribution, backend=self.backend)
+            scales = [group.get("scales") or [1.0] * len(group["params"]) for group in self.param_groups]
+            self._field = Field(
+                params, seed=self.seed, distribution=self.distribution, backend=self.backend, scales=scales
+            )
         return self._field
+
+    def _measure_scales(self) -> None:
+        """Gives groups that have not moved yet their scales."""
+        if self.scale == "relative" and any(group.get("scales") is None for group in self.param_groups):
+            scales = relative_scales([group["params"] for group in self.param_groups])
+            for group, own in zip(self.param_groups, scales, strict=True):
+                if group.get("scales") is None:
+                    group["scales"] = own
+            self._field = None
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -164,6 +191,18 @@ class LineSearch(Optimizer):
     def seed(self) -> int:
         """The seed of the noise."""
         return int(self._run["seed"])
+
+    @property
+    def auto(self) -> Auto | None:
+        """What is known of the size of steps, if it is found while training; see :mod:`forwardtune.auto`."""
+        auto: Auto | None = self._run["auto"]
+        return auto
+
+    @property
+    def scale(self) -> Scale:
+        """The units of offsets."""
+        scale: Scale = self._run["scale"]
+        return scale
 
     @property
     def distribution(self) -> Distribution:
@@ -204,6 +243,13 @@ class LineSearch(Optimizer):
         """The keyword arguments of a group's search: its settings, and `d`, the dimension of the whole line."""
         known = {**group, "d": d}
         return {name: plain(known[name]) for name in self._settings}
+
+    def settings_at(self, r: float, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """A group's settings when steps are to probe and move at most `r` far; its lr is then a factor.
+
+        Methods that know ``lr="auto"`` override it.
+        """
+        raise InvalidArgumentError(f"{type(self).__name__} has no lr='auto'; give it a number")
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Refuses invalid settings; subclasses add their own checks."""
@@ -248,20 +294,26 @@ class LineSearch(Optimizer):
             )
         for group in self.param_groups:
             self.check(group)
+        self._measure_scales()
         field, recorder, step, queries = self.field, self.recorder, self.steps, self.queries
         field.refresh()
         check_number("step", step)
-        searches = self._searches(field)
         if recorder:
             recorder.begin(self)
         objective = Objective(closure, field, self._modules)
-        line = Line(field, step, len(self.param_groups))
+        trail = self._trail()
+        line = Line(field, step, len(self.param_groups), trail)
+        review = Review(len(trail), math.nan, math.nan) if trail else None
+        searches = self._searches(field, review)
         try:
             with line:
+                if review:
+                    review = Review(len(trail), *line.review(objective))
+                    searches = self._searches(field, review)
                 taken = searches.run(partial(_query, line, objective), self.directions)
                 if not taken:
                     objective.rewind(generators=False)
-                record = searches.record(step, queries=queries + objective.queries, taken=taken)
+                record = searches.record(step, queries=queries + objective.queries, taken=taken, review=review)
                 line.settle(
                     record.destination(),
                     before=partial(self._tell, recorder, record),
@@ -270,7 +322,8 @@ class LineSearch(Optimizer):
         except BaseException:
             if not line.settled:
                 objective.rewind()
-                undone = searches.record(step, queries=queries + objective.queries, taken=False, raised=True)
+                used = queries + objective.queries
+                undone = searches.record(step, queries=used, taken=False, raised=True, review=review)
                 self._count(undone)
                 self._tell(recorder, undone)
             raise
@@ -288,11 +341,12 @@ class LineSearch(Optimizer):
         if record.raised:
             self._count(record)
             return
-        searches = self._searches(self.field)
+        searches = self._searches(self.field, record.review)
         losses = [loss for groups in reversed(record.lines) for loss in reversed(groups[0].losses)]
         taken = searches.run(lambda *_: losses.pop() if losses else math.nan, self.directions)
-        again = searches.record(record.step, queries=record.queries, taken=taken)
-        if again.path() != record.path() or losses or record.step != self.steps:
+        again = searches.record(record.step, queries=record.queries, taken=taken, review=record.review)
+        reviewed = record.review.steps if record.review else 0
+        if again.path() != record.path() or losses or record.step != self.steps or reviewed != len(self._trail()):
             raise InvalidArgumentError(
                 f"step {record.step} was made by another {type(self).__name__}: from the same losses this one goes "
                 f"to {again.path()}, and that one went to {record.path()}; make the optimizer with the run's settings"
@@ -304,10 +358,24 @@ class LineSearch(Optimizer):
         warn_deprecated("LineSearch.relive", "LineSearch.fast_forward")
         self.fast_forward(record)
 
-    def _searches(self, field: Field) -> StepSearch:
-        """The searches of a step that begins, with copies of the groups' memories."""
-        start = [partial(self.search, **self._settings_of(group, field.dimension)) for group in self.param_groups]
-        return StepSearch(start, [dict(group["memory"]) for group in self.param_groups], field.reach)
+    def _trail(self) -> Trail:
+        """The steps that the next one reviews, if a review is due."""
+        if self.auto is None or not is_review_due(self.auto):
+            return ()
+        return [(step, dict(enumerate(offsets))) for step, offsets in self.auto["trail"]]
+
+    def _searches(self, field: Field, review: Review | None) -> StepSearch:
+        """The searches of a step after its review, with copies of the groups' memories."""
+        settings = [self._settings_of(group, field.dimension) for group in self.param_groups]
+        search = self.search
+        if self.auto is not None:
+            auto = after_review(self.auto, review)
+            if is_surveying(auto):
+                search, settings = survey, [{"r": auto["r"]} for _ in settings]
+            else:
+                settings = [self.settings_at(auto["r"], own) for own in settings]
+        begin = [partial(search, **own) for own in settings]
+        return StepSearch(begin, [dict(group["memory"]) for group in self.param_groups], field.reach)
 
     def _tell(self, recorder: Recorder | None, record: StepRecord) -> None:
         if recorder:
@@ -319,7 +387,8 @@ class LineSearch(Optimizer):
         nonfinite = run["nonfinite"] if record.raised else 0 if record.taken else run["nonfinite"] + 1
         plateaus = run["plateaus"] + record.is_flat
         counters = {"queries": record.queries, "nonfinite": nonfinite, "plateaus": plateaus}
-        self._run = {**run, "step": record.step + 1, **counters}
+        auto = run["auto"] and after_step(run["auto"], record)
+        self._run = {**run, "step": record.step + 1, **counters, "auto": auto}
         if not record.raised:
             self.last_step = record
         if record.taken and memories:
@@ -364,10 +433,11 @@ class LineSearch(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for group in check_state_dict(state_dict, self.param_groups, optional={"plateaus"}):
+        for group in check_state_dict(state_dict, self.param_groups, optional=OLDER_RUN.keys()):
             self.check(group)
         super().load_state_dict(state_dict)
-        self._run = {"plateaus": 0, **self._run}  # older releases did not count them
+        self._run = {**OLDER_RUN, **self._run}
+        self._field = None
 
     def __getstate__(self) -> dict[str, Any]:
         ours = ("backend", "max_nonfinite", "last_step")
@@ -380,7 +450,7 @@ class LineSearch(Optimizer):
 
     def __repr__(self) -> str:
         run = self._run
-        shown = {name: run[name] for name in ("seed", "distribution", "directions", "step", "queries")}
+        shown = {name: run[name] for name in ("seed", "scale", "distribution", "directions", "step", "queries")}
         lines = [f"{type(self).__name__} (", f"    backend: {self.field.backends}"]
         lines += [f"    {name}: {value}" for name, value in shown.items()]
         for number, group in enumerate(self.param_groups):

@@ -18,6 +18,15 @@ class Decision(NamedTuple):
     sigma: float | None = None
 
 
+class Review(NamedTuple):
+    """What a step found out about the `steps` before it, on its own batch: the losses where they began, and where they
+    would have led had they been twice as long."""
+
+    steps: int
+    before: float
+    beyond: float
+
+
 @dataclass(frozen=True)
 class LineRecord:
     """One search: the offsets it probed, the losses there, and its decision."""
@@ -49,6 +58,7 @@ class StepRecord:
     offsets, losses: the offsets that were probed, and the losses there.
     gamma, sigma: the slope measured and the spread of recent slopes, for methods that have them.
     t: the offset that the search moves to (of n directions, each moves by t/n).
+    review: of the steps before it, if it made one.
     """
 
     step: int
@@ -57,13 +67,21 @@ class StepRecord:
     queries: int
     taken: bool
     raised: bool = False
+    review: Review | None = None
 
     @classmethod
     def of(
-        cls, step: int, lines: Sequence[tuple[LineRecord, ...]], *, queries: int, taken: bool, raised: bool = False
+        cls,
+        step: int,
+        lines: Sequence[tuple[LineRecord, ...]],
+        *,
+        queries: int,
+        taken: bool,
+        raised: bool = False,
+        review: Review | None = None,
     ) -> StepRecord:
         loss = _loss_near_zero(lines) if taken else _last_loss(lines)
-        return cls(step, tuple(lines), loss, queries, taken, raised)
+        return cls(step, tuple(lines), loss, queries, taken, raised, review)
 
     @property
     def is_flat(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from forwardtune.errors import InvalidArgumentError
 from forwardtune.line import Offsets
-from forwardtune.record import Decision, LineRecord, StepRecord
+from forwardtune.record import Decision, LineRecord, Review, StepRecord
 
 Search = Generator[float, float, Decision]
 Memory = dict[str, Any]
@@ -34,8 +34,10 @@ class StepSearch:
                 return False
         return True
 
-    def record(self, step: int, *, queries: int, taken: bool, raised: bool = False) -> StepRecord:
-        return StepRecord.of(step, self._lines, queries=queries, taken=taken, raised=raised)
+    def record(
+        self, step: int, *, queries: int, taken: bool, raised: bool = False, review: Review | None = None
+    ) -> StepRecord:
+        return StepRecord.of(step, self._lines, queries=queries, taken=taken, raised=raised, review=review)
 
 
 def drive(

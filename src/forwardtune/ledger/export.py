@@ -65,6 +65,7 @@ def _table(run: RecordedRun, end: int) -> dict[str, Column]:
     table: dict[str, Column] = {
         "kind": np.array([TAKEN if r.taken else RAISED if r.raised else NOT_TAKEN for r in records], np.uint8),
         "loss": np.array([r.loss for r in records], np.float64).astype(np.float32),
+        "review": np.array([r.review.steps if r.review else 0 for r in records], np.uint16),
     }
     for d in range(directions):
         table[f"visited.{d}"] = visited[:, d].copy()

@@ -2,7 +2,7 @@
 
 The header describes the run and the weights it started from. A step is packed as little-endian float64 numbers:
 
-    kind, queries so far, the numeric settings of each group,
+    kind, queries so far, of a review its number of steps and two losses, the numeric settings of each group,
     then for each probe its direction, loss and offset in each group,
     then, if the step was taken, the offset decided on in each direction and group
 """
@@ -26,12 +26,13 @@ from forwardtune.errors import InvalidArgumentError, LedgerError
 from forwardtune.noise import DISTRIBUTIONS, NOISE_VERSION
 from forwardtune.noise.backends import chunks
 from forwardtune.noise.mover import check_number
-from forwardtune.record import LineRecord, StepRecord
+from forwardtune.record import LineRecord, Review, StepRecord
+from forwardtune.scales import SCALES
 
-SCHEMA = 1
+SCHEMA = 2
 TAKEN, NOT_TAKEN, RAISED = 0, 1, 2
-NEW_STATE, WITH_BUFFERS = 4, 8
-"""Added to the kind of a step that changed the run's state, and of one whose state includes buffers."""
+NEW_STATE, WITH_BUFFERS, REVIEWED = 4, 8, 16
+"""Added to the kind of a step that changed the run's state, of one whose state includes buffers, and of a review."""
 
 EXPORT_FORMAT = "forwardtune ledger"
 Column = np.ndarray[Any, Any]
@@ -48,7 +49,10 @@ DTYPES = tuple(map(dtype_name, chunks.DTYPES))
 
 @dataclass(frozen=True)
 class Parameter:
-    """A tensor that the run moves: its names in the model, its number in the noise, its group, and its fingerprint."""
+    """A tensor that the run moves: its names in the model, its number in the noise, its group, and its fingerprint.
+
+    `scale` is what its directions are multiplied by.
+    """
 
     names: tuple[str, ...]
     number: int
@@ -56,6 +60,7 @@ class Parameter:
     shape: tuple[int, ...]
     dtype: str
     digest: str
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,8 @@ class Header:
     """A run at its start; `step` is the number of its first step.
 
     `frozen` is the fingerprint of the model's parameters that do not move, `noise` the version of the noise, `version`
-    the release of forwardtune and `created` the time at which the recording started.
+    the release of forwardtune and `created` the time at which the recording started. `auto` is what the run knew of
+    the size of its steps, if that is found while training.
     """
 
     method: str
@@ -101,6 +107,8 @@ class Header:
     noise: int
     version: str
     created: str
+    scale: Any = "absolute"
+    auto: Mapping[str, Any] | None = None
 
     @property
     def dimension(self) -> int:
@@ -133,6 +141,7 @@ class Header:
         check_number("step", self.step)
         check_number("direction", self.directions - 1)
         _require(self.distribution in DISTRIBUTIONS, f"distribution {self.distribution!r}")
+        _require(self.scale in SCALES, f"scale {self.scale!r}")
         _require(self.groups and self.parameters, "no parameters")
         _require(len({p.number for p in self.parameters}) == len(self.parameters), "duplicate parameter numbers")
         _require(all(type(n) is int for n in (self.queries, self.nonfinite, self.max_nonfinite)), "counters")
@@ -149,6 +158,7 @@ class Header:
             _require(isinstance(p.group, int) and 0 <= p.group < len(self.groups), f"group {p.group!r}")
             _require(all(isinstance(n, int) and n >= 0 for n in p.shape), f"shape {p.shape!r}")
             _require(p.dtype in DTYPES, f"dtype {p.dtype!r}")
+            _require(isinstance(p.scale, int | float) and 0 < p.scale < math.inf, f"scale {p.scale!r}")
 
 
 def _require(condition: object, complaint: str) -> None:
@@ -176,6 +186,8 @@ def pack(record: StepRecord, flags: int, settings: Sequence[float]) -> bytes:
     """The numbers of a step; `flags` (NEW_STATE, WITH_BUFFERS) describe the state after it."""
     kind = TAKEN if record.taken else RAISED if record.raised else NOT_TAKEN
     numbers: list[float] = [kind + flags, record.queries]
+    if record.review:
+        numbers = [kind + flags + REVIEWED, record.queries, *record.review]
     numbers += settings
     for direction, groups in enumerate(record.lines):
         for i, loss in enumerate(groups[0].losses):
@@ -186,9 +198,9 @@ def pack(record: StepRecord, flags: int, settings: Sequence[float]) -> bytes:
 
 
 def has_flag(packed: bytes, flag: int) -> bool:
-    """Whether a packed step has the flag NEW_STATE or WITH_BUFFERS."""
+    """Whether a packed step has the flag NEW_STATE, WITH_BUFFERS or REVIEWED."""
     kind = struct.unpack_from("<d", packed)[0] if len(packed) >= 8 else 0.0
-    return 0 <= kind < 2 * WITH_BUFFERS and bool(int(kind) & flag)
+    return 0 <= kind < 2 * REVIEWED and bool(int(kind) & flag)
 
 
 def unpack(step: int, packed: bytes, header: Header) -> tuple[StepRecord, list[dict[str, float]]]:
@@ -196,12 +208,15 @@ def unpack(step: int, packed: bytes, header: Header) -> tuple[StepRecord, list[d
     groups, directions = len(header.groups), header.directions
     try:
         kind, queries, *rest = struct.unpack(f"<{len(packed) // 8}d", packed)
+        _require(0 <= kind < 2 * REVIEWED and kind % NEW_STATE in (TAKEN, NOT_TAKEN, RAISED), f"kind {kind:g}")
+        review = None
+        if int(kind) & REVIEWED:
+            review, rest = Review(int(rest[0]), rest[1], rest[2]), rest[3:]
         settings = []
         for group in header.groups:
             names = group.numbers
             values, rest = rest[: len(names)], rest[len(names) :]
             settings.append({n: _like(group.settings[n], value) for n, value in zip(names, values, strict=True)})
-        _require(0 <= kind < 2 * WITH_BUFFERS and kind % NEW_STATE in (TAKEN, NOT_TAKEN, RAISED), f"kind {kind:g}")
         taken = kind % NEW_STATE == TAKEN
         split = len(rest) - directions * groups if taken else len(rest)
         _require(split >= 0 and split % (2 + groups) == 0, f"{len(rest)} numbers")
@@ -214,8 +229,9 @@ def unpack(step: int, packed: bytes, header: Header) -> tuple[StepRecord, list[d
             pairs = zip(offsets, targets[len(lines)], strict=True)
             lines.append(tuple(LineRecord(o, losses, t) for o, t in pairs))
         _require(len(lines) == directions or not taken, f"{len(lines)} of {directions} directions")
-        record = StepRecord.of(step, lines, queries=int(queries), taken=taken, raised=kind % NEW_STATE == RAISED)
-    except (struct.error, ValueError, OverflowError) as error:
+        raised = kind % NEW_STATE == RAISED
+        record = StepRecord.of(step, lines, queries=int(queries), taken=taken, raised=raised, review=review)
+    except (struct.error, ValueError, OverflowError, IndexError) as error:
         complaint = f"step {step} of the ledger is invalid ({error}); get an undamaged copy of the file"
         raise LedgerError(complaint) from error
     return record, settings

@@ -30,7 +30,8 @@ from forwardtune.ledger.format import (
 )
 from forwardtune.ledger.journal import MAGIC, Anchor, Contents, read_journal
 from forwardtune.ledger.states import State, read_states
-from forwardtune.record import LineRecord, StepRecord
+from forwardtune.line import Trail
+from forwardtune.record import LineRecord, Review, StepRecord
 
 
 def read(path: str | os.PathLike[str]) -> RecordedRun:
@@ -109,6 +110,15 @@ class RecordedRun(ABC):
     @abstractmethod
     def changed_buffers(self, end: int) -> bool:
         """Whether the steps before `end` changed buffers of the model."""
+
+    def trail(self, record: StepRecord) -> Trail:
+        """The steps that a step has reviewed, with their destinations."""
+        steps = record.review.steps if record.review else 0
+        before = {step: dict(enumerate(offsets)) for step, offsets in (self.header.auto or {}).get("trail", ())}
+        return [
+            (step, self.record(step).destination() if step >= self.header.step else before[step])
+            for step in range(record.step - steps, record.step)
+        ]
 
     def records(self, start: int | None = None, until: int | None = None) -> Iterator[StepRecord]:
         """The records of steps `start` up to but not including `until`; of all steps by default."""
@@ -220,7 +230,8 @@ class ExportedRun(RecordedRun):
         self._columns, self._bases = arrays, json.loads(metadata["columns"])
         self._check_columns(int(metadata["steps"]))
         visited = sum(self._full(f"visited.{d}").astype(np.int64) for d in range(self.header.directions))
-        self._queries = self.header.queries + np.cumsum(visited)
+        reviews = self._full("review").astype(np.int64) > 0 if "review" in arrays else 0
+        self._queries = self.header.queries + np.cumsum(visited + 2 * reviews)
 
     def changed_buffers(self, end: int) -> bool:
         return bool(self._has_buffers)
@@ -260,7 +271,10 @@ class ExportedRun(RecordedRun):
                     pairs = zip(probes, targets, strict=True)
                     lines.append(tuple(LineRecord(tuple(offsets), unknown, t) for offsets, t in pairs))
             kind, loss = self._value("kind", index), self._value("loss", index)
-            return StepRecord(step, tuple(lines), loss, int(self._queries[index]), kind == TAKEN, kind == RAISED)
+            steps = int(self._value("review", index)) if "review" in self._columns else 0
+            review = Review(steps, float("nan"), float("nan")) if steps else None
+            taken, raised, queries = kind == TAKEN, kind == RAISED, int(self._queries[index])
+            return StepRecord(step, tuple(lines), loss, queries, taken, raised, review)
         except (KeyError, ValueError, OverflowError) as error:
             complaint = f"step {step} of the ledger is invalid ({error}); get an undamaged copy of the file"
             raise LedgerError(complaint) from error

@@ -31,7 +31,7 @@ from forwardtune.noise import NOISE_VERSION, Slot
 from forwardtune.optimizer import LineSearch
 from forwardtune.record import StepRecord
 
-NOT_SETTINGS = ("params", "param_names", "memory", "run")
+NOT_SETTINGS = ("params", "param_names", "memory", "run", "scales")
 """Keys of a parameter group that are not settings."""
 
 
@@ -247,7 +247,7 @@ def checkpoint_path(ledger: Path, step: int) -> Path:
 
 
 def _kind(slot: Slot) -> tuple[object, ...]:
-    return slot.parameter, slot.group, slot.tensor.shape, slot.tensor.dtype
+    return slot.parameter, slot.group, slot.scale, slot.tensor.shape, slot.tensor.dtype
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,6 +288,8 @@ def _header(optimizer: LineSearch, model: Model, fsync: Fsync, checkpoint_every:
         noise=NOISE_VERSION,
         version=version("forwardtune"),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
+        scale=optimizer.scale,
+        auto=optimizer.auto,
     )
 
 
@@ -324,6 +326,7 @@ def _parameters(optimizer: LineSearch, tensors: dict[str, Tensor]) -> tuple[Para
             shape=tuple(slot.tensor.shape),
             dtype=dtype_name(slot.tensor.dtype),
             digest=digest,
+            scale=slot.scale,
         )
         for slot, digest in zip(slots, digests(slot.tensor for slot in slots), strict=True)
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 from torch import Tensor
@@ -19,8 +20,8 @@ from forwardtune.ledger.format import Header
 from forwardtune.ledger.reader import RecordedRun, read
 from forwardtune.ledger.states import buffers_in, check_buffers, restore_buffers
 from forwardtune.ledger.weights import Model, has_frozen_weights, named_buffers, named_parameters, weights_of
-from forwardtune.line import Position, terms_between
-from forwardtune.noise import Mover, Slot, Term
+from forwardtune.line import REVIEWED_AT, Position, StepMove, moves_along, terms_between
+from forwardtune.noise import Mover, Slot
 from forwardtune.record import StepRecord
 
 Progress = Callable[[float], None]
@@ -101,9 +102,8 @@ def advance(
     run: RecordedRun, weights: Sequence[Tensor], start: int, end: int, *, backend: str, progress: Progress | None = None
 ) -> None:
     """Takes the weights from those after step `start` to those after step `end`."""
-    slots = [Slot(tensor, p.number, p.group) for p, tensor in zip(run.header.parameters, weights, strict=True)]
-    mover = mover_over(slots, run.header, backend)
-    for fraction in replay_steps(run, mover, mover, start, end):
+    slots = [Slot(tensor, p.number, p.group, p.scale) for p, tensor in zip(run.header.parameters, weights, strict=True)]
+    for fraction in replay_steps(run, mover_over(slots, run.header, backend), start, end):
         if progress:
             progress(fraction)
     for tensor in weights:
@@ -126,24 +126,22 @@ def mover_over(slots: Sequence[Slot], header: Header, backend: str) -> Mover:
     return Mover(slots, len(header.groups), seed=header.seed, distribution=header.distribution, backend=backend)
 
 
-def replay_steps(run: RecordedRun, mover: Mover, whole: Mover, start: int, end: int) -> Iterator[float]:
-    """Moves a mover's slots through steps `start` to `end` and yields the fraction that is done.
-
-    `whole` has the slots of the whole model: on the sphere, a direction is scaled by its length in all of them.
-    """
-    if mover is not whole and mover.distribution == "sphere":
-        mover = Mover(mover.slots, mover.groups, seed=mover.seed, distribution="normal", backend=mover.backend)
+def replay_steps(run: RecordedRun, mover: Mover, start: int, end: int) -> Iterator[float]:
+    """Moves a mover's slots through steps `start` to `end` and yields the fraction that is done."""
     for low in range(start, end, SEGMENT):
         high = min(low + SEGMENT, end)
-        moves = [move for record in run.records(low, high) for move in _moves(record, len(run.header.groups))]
-        if mover is not whole:
-            moves = [(step, whole.in_units(step, terms)) for step, terms in moves]
-        mover.chain(moves)
+        mover.chain(move for record in run.records(low, high) for move in _moves(run, record))
         yield (high - start) / (end - start)
 
 
-def _moves(record: StepRecord, groups: int) -> Iterator[tuple[int, Sequence[Term]]]:
-    here: Position = {}
+def _moves(run: RecordedRun, record: StepRecord) -> Iterator[StepMove]:
+    """All moves of a step: along the steps before it, if it reviewed them, then along its own directions."""
+    zero = (0.0,) * len(run.header.groups)
+    if record.review:
+        trail = run.trail(record)
+        for start, end in pairwise((1.0, *REVIEWED_AT, 1.0)):
+            yield from moves_along(trail, start, end, zero)
+    position: Position = {}
     for there in record.path():
-        terms, here = terms_between(here, there, (0.0,) * groups)
+        terms, position = terms_between(position, there, zero)
         yield record.step, terms

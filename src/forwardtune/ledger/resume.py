@@ -208,17 +208,22 @@ def _optimizer(header: Header, tensors: dict[str, Tensor], backend: str) -> Line
         own = [tensors[name] for name in group.names]
         params = list(zip(group.labels, own, strict=True)) if group.labels else own
         groups.append({"params": params, **group.settings})
-    run = {name: getattr(header, name) for name in ("seed", "distribution", "directions", "max_nonfinite")}
+    run = {name: getattr(header, name) for name in ("seed", "scale", "distribution", "directions", "max_nonfinite")}
     try:
         settings = {n: v for n, v in header.defaults.items() if n in inspect.signature(methods[-1]).parameters}
+        if header.auto:
+            settings["lr"] = "auto"
         optimizer: LineSearch = methods[-1](groups, **settings, **run, backend=backend)
     except (ForwardTuneError, TypeError) as error:
         raise LedgerError(f"the run's {header.method} cannot be built again: {error}") from error
     _check_frozen(optimizer, header, tensors)
-    state = optimizer.state_dict()
+    state, counters = optimizer.state_dict(), {name: getattr(header, name) for name in ("queries", "nonfinite", "auto")}
+    scales = {name: parameter.scale for parameter in header.parameters for name in parameter.names}
     for packed, group in zip(state["param_groups"], header.groups, strict=True):
-        packed["run"] = {**packed["run"], "step": header.step, "queries": header.queries, "nonfinite": header.nonfinite}
+        packed["run"] = {**packed["run"], "step": header.step, **counters}
         packed["memory"] = dict(group.memory)
+        if header.scale == "relative":
+            packed["scales"] = tuple(scales.get(name, 1.0) for name in group.names)
     optimizer.load_state_dict(state)
     return optimizer
 

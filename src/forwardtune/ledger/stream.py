@@ -89,8 +89,7 @@ def _replay_in(files: Sequence[_Mapped], run: RecordedRun, end: int, backend: st
     whole = mover_over(tensors.distinct, run.header, backend)
     sizes = [slot.tensor.nbytes for slot in tensors.slots]
     for low, high in pairwise(_portions(sizes)):
-        part = mover_over(tensors.slots[low:high], run.header, backend)
-        for fraction in replay_steps(run, part, whole, start, end):
+        for fraction in replay_steps(run, whole.part(tensors.slots[low:high]), start, end):
             if progress:
                 progress((sum(sizes[:low]) + fraction * sum(sizes[low:high])) / sum(sizes))
         for file in set(tensors.owners[low:high]):
@@ -130,7 +129,7 @@ class _Tensors:
                 )
             self._first[parameter.number] = len(self.slots)
             for file, name in copies:
-                self.slots.append(Slot(file.tensor(name, parameter), parameter.number, parameter.group))
+                self.slots.append(_slot(file.tensor(name, parameter), parameter))
                 self.owners.append(file)
         self.distinct = [self.slots[i] for i in self._first.values()]
 
@@ -145,6 +144,10 @@ class _Tensors:
                     "with its weights tied"
                 )
         return [fingerprints[i] for i in self._first.values()]
+
+
+def _slot(tensor: Tensor, parameter: Parameter) -> Slot:
+    return Slot(tensor, parameter.number, parameter.group, parameter.scale)
 
 
 def _portions(sizes: Sequence[int]) -> list[int]:

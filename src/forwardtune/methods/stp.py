@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, Literal
+
 from typing_extensions import Unpack
 
 from forwardtune.arguments import Params
@@ -39,5 +42,8 @@ class STP(LineSearch):
 
     search = staticmethod(stp)
 
-    def __init__(self, params: Params, lr: float = 1e-3, **run: Unpack[RunOptions]) -> None:
+    def __init__(self, params: Params, lr: float | Literal["auto"] = 1e-3, **run: Unpack[RunOptions]) -> None:
         super().__init__(params, {"lr": lr}, **run)
+
+    def settings_at(self, r: float, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {**settings, "lr": settings["lr"] * r}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from typing_extensions import Unpack
 
@@ -70,7 +70,7 @@ class VS2P(LineSearch):
     def __init__(
         self,
         params: Params,
-        lr: float = 1.0,
+        lr: float | Literal["auto"] = 1.0,
         *,
         rho: float = 1e-3,
         tau_a: float = 3.0,
@@ -79,6 +79,9 @@ class VS2P(LineSearch):
         **run: Unpack[RunOptions],
     ) -> None:
         super().__init__(params, {"lr": lr, "rho": rho, "tau_a": tau_a, "tau_b": tau_b, "window": window}, **run)
+
+    def settings_at(self, r: float, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {**settings, "rho": r}
 
     def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)

@@ -45,6 +45,7 @@ class Field:
     >>> x
     tensor([-0.5000,  0.5000, -0.5000])
 
+    `scales` has a number for each tensor, which its directions are multiplied by; they are all 1 by default.
     `dimension` is the number of elements that move. `reach`, one over the square root of the coarsest dtype's
     precision, is a rough limit for offsets: beyond it, rounding would swallow weights of ordinary size.
     """
@@ -56,17 +57,19 @@ class Field:
         seed: int = 0,
         distribution: Distribution = "rademacher",
         backend: str = "auto",
+        scales: Iterable[Iterable[float]] | None = None,
     ) -> None:
         self.seed, self.distribution, self.backend = seed, distribution, backend
         members = list(groups)
         self.groups = len(members)
         self._tensors = _numbered(members)
+        self._scales = [1.0] * len(self._tensors) if scales is None else [scale for group in scales for scale in group]
         self._plan()
 
     def _plan(self) -> None:
         for number, (_, tensor) in enumerate(self._tensors):
             check_tensor(tensor, f"parameter {number}")
-        slots = _distinct(self._tensors)
+        slots = _distinct(self._tensors, self._scales)
         self._mover = Mover(slots, self.groups, seed=self.seed, distribution=self.distribution, backend=self.backend)
         self.dimension = self._mover.dimension
         self._moving = [slot.tensor for slot in slots if not slot.tensor.is_inference()]
@@ -120,8 +123,9 @@ class Field:
     def values(self, step: int, direction: int, parameter: int, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop` of the direction in one parameter, as float64 on the CPU."""
         key = Key(self.seed, step, self.distribution)
+        scale = next((slot.scale for slot in self.slots if slot.parameter == parameter), 1.0)
         noise = reference.values(key, direction, parameter, start, stop, torch.device("cpu")).to(torch.float64)
-        return noise * self._mover.scale(step, direction)
+        return noise * scale * self._mover.length(step, direction)
 
 
 def _numbered(groups: Iterable[Iterable[Tensor]]) -> list[tuple[int, Tensor]]:
@@ -158,7 +162,7 @@ def _has_memory(tensor: Tensor) -> bool:
         return False
 
 
-def _distinct(tensors: Sequence[tuple[int, Tensor]]) -> list[Slot]:
+def _distinct(tensors: Sequence[tuple[int, Tensor]], scales: Sequence[float]) -> list[Slot]:
     """Numbers the tensors and picks those that move.
 
     Tensors with equal views are one parameter; memory that is partly shared is an error. As everywhere in torch, frozen
@@ -166,14 +170,14 @@ def _distinct(tensors: Sequence[tuple[int, Tensor]]) -> list[Slot]:
     """
     slots: list[Slot] = []
     some_require_grad = any(tensor.requires_grad for _, tensor in tensors)
-    aliases: dict[object, list[tuple[int, Tensor]]] = {}
-    for group, tensor in tensors:
-        aliases.setdefault(View.of(tensor) if tensor.numel() else object(), []).append((group, tensor))
+    aliases: dict[object, list[tuple[int, Tensor, float]]] = {}
+    for (group, tensor), scale in zip(tensors, scales, strict=True):
+        aliases.setdefault(View.of(tensor) if tensor.numel() else object(), []).append((group, tensor, scale))
     for number, tied in enumerate(aliases.values()):
-        moving = [(group, t) for group, t in tied if t.requires_grad or not some_require_grad]
+        moving = [entry for entry in tied if entry[1].requires_grad or not some_require_grad]
         if moving:
-            group, tensor = moving[0]
-            slots.append(Slot(tensor.detach(), number, group))
+            group, tensor, scale = moving[0]
+            slots.append(Slot(tensor.detach(), number, group, scale))
     _refuse_overlap([slot.tensor for slot in slots])
     return slots
 

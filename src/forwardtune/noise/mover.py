@@ -30,10 +30,21 @@ def check_number(name: str, value: int) -> None:
 
 
 class Mover:
-    """Slots and the backends that move them. `groups` is the number of parameter groups that terms have offsets for."""
+    """Slots and the backends that move them. `groups` is the number of parameter groups that terms have offsets for.
+
+    Backends know nothing of scales: slots of one group with one scale make a track, and they are given an offset for
+    each track in the place of one for each group.
+    """
 
     def __init__(
-        self, slots: Sequence[Slot], groups: int, *, seed: int, distribution: Distribution, backend: str = "auto"
+        self,
+        slots: Sequence[Slot],
+        groups: int,
+        *,
+        seed: int,
+        distribution: Distribution,
+        backend: str = "auto",
+        whole: Mover | None = None,
     ) -> None:
         check_number("seed", seed)
         if distribution not in DISTRIBUTIONS:
@@ -41,30 +52,40 @@ class Mover:
                 f"unknown distribution {distribution!r}; choose one of {', '.join(DISTRIBUTIONS)}"
             )
         self.slots, self.groups, self.seed, self.distribution = tuple(slots), groups, seed, distribution
-        self.backend = backend
+        self.backend, self._whole = backend, whole
         self.dimension = sum(slot.tensor.numel() for slot in slots)
+        scaled = any(slot.scale != 1 for slot in slots)
+        tracks = {(slot.group, slot.scale) for slot in slots} if scaled else {(group, 1.0) for group in range(groups)}
+        self._tracks = sorted(tracks)
         by_kind: dict[type[Backend], list[Slot]] = {}
         for slot in slots:
-            by_kind.setdefault(choose(backend, slot.tensor.device), []).append(slot)
+            track = self._tracks.index((slot.group, slot.scale))
+            by_kind.setdefault(choose(backend, slot.tensor.device), []).append(Slot(slot.tensor, slot.parameter, track))
         self.backends = [kind(members) for kind, members in by_kind.items()]
-        self._scales: dict[tuple[int, int], float] = {}
+        self._lengths: dict[tuple[int, int], float] = {}
+
+    def part(self, slots: Sequence[Slot]) -> Mover:
+        """Moves some of the slots, or copies of them, as this one moves them all."""
+        return Mover(
+            slots, self.groups, seed=self.seed, distribution=self.distribution, backend=self.backend, whole=self
+        )
 
     def move(self, step: int, terms: Sequence[Term]) -> None:
         """Moves all tensors along directions of a step, in one pass; see :class:`Term`."""
-        key, terms = self._key(step), self.in_units(step, terms)
+        key, terms = self._key(step), self._by_track(step, terms)
         if terms:
             for backend in self.backends:
                 backend.move(key, terms)
 
     def chain(self, moves: Iterable[tuple[int, Sequence[Term]]]) -> None:
         """Makes the moves of many steps, one after the other, while the weights are in the cache."""
-        keyed = [(self._key(step), self.in_units(step, terms)) for step, terms in moves if terms]
+        keyed = [(self._key(step), self._by_track(step, terms)) for step, terms in moves if terms]
         if keyed:
             for backend in self.backends:
                 backend.chain(keyed)
 
-    def in_units(self, step: int, terms: Sequence[Term]) -> Sequence[Term]:
-        """The terms in units of the noise that backends make, which for the sphere is normal."""
+    def _by_track(self, step: int, terms: Sequence[Term]) -> Sequence[Term]:
+        """The terms with an offset for each track, in units of the noise that backends make."""
         check_number("step", step)
         for term in terms:
             check_number("direction", term.direction)
@@ -72,23 +93,29 @@ class Mover:
                 raise InvalidArgumentError(
                     f"a term needs one `back` and one `forth` for each of the {self.groups} groups, not {term}"
                 )
-        if self.distribution != "sphere":
-            return terms
-        return [_scaled(term, self.scale(step, term.direction)) for term in terms]
+        return [self._scaled(term, self.length(step, term.direction)) for term in terms]
 
-    def scale(self, step: int, direction: int) -> float:
-        """The factor between the noise that backends make and the direction: 1, except for the sphere.
+    def _scaled(self, term: Term, length: float) -> Term:
+        back, forth = (
+            [offsets[g] * scale * length for g, scale in self._tracks] for offsets in (term.back, term.forth)
+        )
+        return Term(term.direction, back, forth)
+
+    def length(self, step: int, direction: int) -> float:
+        """What the noise that backends make is multiplied by to get `s`: 1, except for the sphere.
 
         It is kept during a step.
         """
         if self.distribution != "sphere":
             return 1.0
-        if any(known != step for known, _ in self._scales):
-            self._scales.clear()
-        if (step, direction) not in self._scales:
+        if self._whole:
+            return self._whole.length(step, direction)
+        if any(known != step for known, _ in self._lengths):
+            self._lengths.clear()
+        if (step, direction) not in self._lengths:
             squared = self._squared_length(self._key(step), direction)
-            self._scales[step, direction] = sphere_scale(self.dimension, squared)
-        return self._scales[step, direction]
+            self._lengths[step, direction] = sphere_scale(self.dimension, squared)
+        return self._lengths[step, direction]
 
     def _squared_length(self, key: Key, direction: int) -> float:
         if self.dimension >= EXACT_LENGTH_BELOW:
@@ -99,7 +126,3 @@ class Mover:
 
     def _key(self, step: int) -> Key:
         return Key(self.seed, step, self.distribution)
-
-
-def _scaled(term: Term, factor: float) -> Term:
-    return Term(term.direction, [t * factor for t in term.back], [t * factor for t in term.forth])

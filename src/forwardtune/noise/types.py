@@ -25,11 +25,15 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor that moves, with its number among the parameters and the number of its group."""
+    """A tensor that moves, with its number among the parameters, the number of its group, and its scale.
+
+    The direction is `scale * s` in this tensor, with `s` the noise: offsets count in units of the scale.
+    """
 
     tensor: Tensor
     parameter: int
     group: int
+    scale: float = 1.0
 
 
 class Term(NamedTuple):

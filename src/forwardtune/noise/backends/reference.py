@@ -84,7 +84,7 @@ def _polynomial(coefficients: Sequence[float], x: Tensor) -> Tensor:
     return result
 
 
-def _pieces(tensor: Tensor, start: int = 0) -> Iterator[tuple[Tensor, int]]:
+def pieces(tensor: Tensor, start: int = 0) -> Iterator[tuple[Tensor, int]]:
     """Views of at most CHUNK elements that make up the tensor, each with the index of its first element."""
     if tensor.numel() <= CHUNK:
         yield tensor, start
@@ -92,7 +92,7 @@ def _pieces(tensor: Tensor, start: int = 0) -> Iterator[tuple[Tensor, int]]:
     row = tensor[0].numel()
     for piece in torch.split(tensor, max(1, CHUNK // row)):
         if row > CHUNK:
-            yield from _pieces(piece[0], start)
+            yield from pieces(piece[0], start)
         else:
             yield piece, start
         start += piece.numel()
@@ -113,7 +113,7 @@ class Reference:
     def move(self, key: Key, terms: Sequence[Term]) -> None:
         for slot in self.slots:
             compute = torch.promote_types(slot.tensor.dtype, torch.float32)
-            for piece, start in _pieces(slot.tensor):
+            for piece, start in pieces(slot.tensor):
                 for term in terms:
                     back, forth = term.back[slot.group], term.forth[slot.group]
                     if back == forth:
@@ -131,7 +131,7 @@ class Reference:
     def squares(self, key: Key, direction: int) -> int:
         total = 0
         for slot in self.slots:
-            for piece, start in _pieces(slot.tensor):
+            for piece, start in pieces(slot.tensor):
                 noise = self._noise(key, direction, slot, piece, start)
                 total += int((noise * noise * D.FIXED_POINT + 0.5).to(torch.int64).sum())
         return total

@@ -1,0 +1,113 @@
+"""The size of steps, found while training: what ``lr="auto"`` does. `docs/auto.md` has the derivation.
+
+One number, `r`, is how far a step probes and how far it moves at most. A run first surveys, then reviews.
+
+*Survey.* The first steps probe at `+r`, `-r` and 0 and do not move. Along a parabola with slope `gamma` and curvature
+`h`, half the difference of the outer losses is `L = r abs(gamma)`, and what their mean lies above the middle one is
+`Q = r^2 h/2`. The best step is `abs(gamma)/h = r L/(2 Q)`. Of sums over a few steps this is the size to begin with,
+halved, since each slope is that of one batch. If `Q` is not felt beside `L`, the survey goes on ten times further out.
+
+*Review.* Every `SPAN` steps the loss of a new batch is queried where the last `SPAN` steps began, and where they would
+have led had they been twice as long. If it still falls between the two, the steps were too short; if it rises, they
+were too long; on a parabola the two are equal exactly if the steps had the best length. So `r` follows
+
+    r *= exp(gain * clip(u/median(abs(u)), -1, 1)),    u = f(before) - f(beyond)
+
+with a gain that falls. As training goes on and slopes drown in the noise of batches the best step becomes smaller, and
+`r` with it: no schedule is needed, and no length of the run.
+
+Everything here is plain floats. The state is a dictionary of plain values that is never modified in place.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+from typing import Any
+
+from forwardtune.record import Decision, Review, StepRecord
+from forwardtune.search import Memory, Search
+
+START = 1e-2
+"""Where the survey begins: one per cent of the weights' size."""
+SURVEYS = 4
+"""Directions at each distance of the survey."""
+FELT = 0.05
+"""The curvature counts where Q is so large a part of L."""
+SPAN = 10
+"""Steps from review to review, and in each review: two queries in ten steps."""
+GAIN, LEAST_GAIN, FADE = 0.3, 0.1, 10
+"""A review changes log(r) by at most GAIN/sqrt(1 + reviews/FADE), but at least by LEAST_GAIN."""
+RECENT = 30
+"""Reviews whose size a new one is compared with."""
+
+Auto = dict[str, Any]
+
+
+def start() -> Auto:
+    """The state of a run that begins. `surveyed` has (L, Q) of the surveys at `r` so far; None when they are done."""
+    return {"r": START, "surveyed": (), "reviews": 0, "sizes": (), "since": 0, "trail": ()}
+
+
+def survey(memory: Memory, *, r: float) -> Search:
+    """The search of a step that surveys; it does not move."""
+    plus, minus, _ = (yield +r), (yield -r), (yield 0.0)
+    return Decision(0.0, gamma=(plus - minus) / (2 * r))
+
+
+def is_surveying(auto: Auto) -> bool:
+    return auto["surveyed"] is not None
+
+
+def is_review_due(auto: Auto) -> bool:
+    return bool(auto["since"] >= SPAN)
+
+
+def after_review(auto: Auto, review: Review | None) -> Auto:
+    """The state after a review, or unchanged if there was none."""
+    if review is None:
+        return auto
+    reviews, r, sizes = auto["reviews"], auto["r"], auto["sizes"]
+    if math.isfinite(review.before):
+        u = review.before - review.beyond if math.isfinite(review.beyond) else -math.inf
+        if math.isfinite(u):
+            sizes = (*sizes, abs(u))[-RECENT:]
+        usual = median(sizes) if sizes else 0.0
+        gain = max(LEAST_GAIN, GAIN / math.sqrt(1 + reviews / FADE))
+        r *= math.exp(gain * (max(-1.0, min(1.0, u / usual)) if usual else math.copysign(1.0, u) if u else 0.0))
+        reviews += 1
+    return {**auto, "r": r, "reviews": reviews, "sizes": sizes, "since": 0}
+
+
+def after_step(auto: Auto, record: StepRecord) -> Auto:
+    """The state after a step that made this record."""
+    auto = after_review(auto, record.review)
+    if record.raised:
+        return _trailing(auto, record)
+    if is_surveying(auto):
+        return _after_survey(auto, record)
+    return _trailing(auto, record)
+
+
+def _trailing(auto: Auto, record: StepRecord) -> Auto:
+    if is_surveying(auto):
+        return auto
+    trail = (*auto["trail"], (record.step, tuple(record.destination().values())))[-SPAN:]
+    return {**auto, "trail": trail, "since": auto["since"] + 1}
+
+
+def _after_survey(auto: Auto, record: StepRecord) -> Auto:
+    r = auto["r"]
+    if not record.taken:  # a loss was not finite: nearer
+        return {**auto, "r": r / 10, "surveyed": ()}
+    surveyed = auto["surveyed"]
+    for groups in record.lines:
+        plus, minus, here = groups[0].losses
+        surveyed = (*surveyed, (abs(plus - minus) / 2, (plus + minus - 2 * here) / 2))
+    if len(surveyed) < SURVEYS:
+        return {**auto, "surveyed": surveyed}
+    linear, curved = (math.fsum(column) for column in zip(*surveyed, strict=True))
+    if curved <= FELT * linear and r < 1:
+        return {**auto, "r": min(1.0, 10 * r), "surveyed": ()}
+    best = r * linear / (2 * curved) if curved > 0 else r
+    return {**auto, "r": best / 2 if best > 0 else r, "surveyed": None}
