@@ -7,7 +7,7 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from forwardtune.errors import ExperimentError
 
@@ -35,7 +35,7 @@ def build(kind: type[T], table: Any, where: str) -> T:
 
 def value(kind: Any, given: Any, where: str) -> Any:
     """What was given, converted to a field's type."""
-    if get_origin(kind) is UnionType:
+    if get_origin(kind) in (Union, UnionType):
         return value(next(k for k in get_args(kind) if k is not NoneType), given, where)
     if get_origin(kind) is tuple:
         if not isinstance(given, list | tuple) or not given:

@@ -18,6 +18,8 @@ METHODS = {
     "MeZO": (ft.MeZO, {"lr": 1e-2, "rho": 1e-2}),
     "STP": (ft.STP, {"lr": 1e-2}),
     "S2P": (ft.S2P, {"step_size": "dynamic", "L": 1.0, "rho": 1e-2}),
+    "VS2P auto": (ft.VS2P, {"lr": "auto"}),
+    "STP auto": (ft.STP, {"lr": "auto"}),
 }
 X = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
 Y = X[:, :3].argmax(1)
@@ -53,7 +55,8 @@ def recorded(path, method="VS2P", dtype=torch.float32, steps=40, groups=False, c
     kind, settings = METHODS[method]
     params = list(model.named_parameters())
     if groups:
-        params = [{"params": params[:3], "lr": settings.get("lr", 1.0) / 2}, {"params": params[3:]}]
+        lr = settings.get("lr", 1.0)
+        params = [{"params": params[:3], "lr": 0.5 if lr == "auto" else lr / 2}, {"params": params[3:]}]
     ledger = ft.Ledger(
         path, model, **{key: options.pop(key) for key in ("fsync", "checkpoint_every") if key in options}
     )

@@ -35,7 +35,7 @@ from forwardtune.experiments import report as reports
 from forwardtune.experiments import spec as specs
 from forwardtune.experiments.comparison import Machine, unfinished
 from forwardtune.experiments.comparison import compare as compare_all
-from forwardtune.experiments.plan import Run, plan
+from forwardtune.experiments.plan import plan, run_of
 from forwardtune.experiments.report.tables import tables
 from forwardtune.experiments.runner import execute
 from forwardtune.experiments.scoring import ComparisonScore, score
@@ -102,7 +102,7 @@ def run(
     by = chosen.method(method)
     if lr is not None and not 0 < lr < math.inf:
         raise ExperimentError(f"--lr must be above zero and finite, not {lr:g}")
-    one = Run(picked, by, by.lr[0] if lr is None else lr, seed, chosen.decay)
+    one = run_of(chosen, picked, by, by.lr[0] if lr is None else lr, seed)
     store, machine = Store(out or _default_folder(chosen, preset)), Machine.choose(device, threads=threads)
     tasks = Tasks(Sources(data, chosen.folder, download), machine.device)
     torch.set_num_threads(machine.threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_lines
+import math
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated
@@ -22,13 +23,13 @@ from forwardtune.experiments.result import Json as JsonObject
 from forwardtune.experiments.result import RunResult, scores_to_json
 from forwardtune.experiments.spec import DECAYS, Method
 from forwardtune.files import translated, write_text
-from forwardtune.methods import METHODS
 from forwardtune.tasks import Sources, TextWorkload
 from forwardtune.tasks.texts.workload import FILES, GLUE, TRANSFORMER
 from forwardtune.toml_tables import one_of
 
-RATES = {"VS2P": (1.0, 15.0), "MeZO": (3e-5, 3e-3), "STP": (3e-4, 3e-3)}
-"""Rates to begin with: for all weights, and for an adapter."""
+METHODS_HERE = ("VS2P", "MeZO", "STP")
+MEZO_RATES = 3e-5, 3e-3
+"""Rates of MeZO to begin with, for all weights and for an adapter; the others find theirs."""
 
 
 def finetune(
@@ -55,9 +56,15 @@ def finetune(
     adapter: Annotated[str, typer.Option(help="none, lora, prefix, prompt or ia3.")] = "none",
     peft: Annotated[str | None, typer.Option(hidden=True)] = None,
     method: Annotated[str, typer.Option(help="vs2p, mezo or stp.")] = "vs2p",
-    lr: Annotated[float | None, typer.Option(help="Step size.", show_default="by method")] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Learning rate.", show_default="found while training; MeZO's by adapter")
+    ] = None,
     rho: Annotated[
-        float | None, typer.Option(help="How far from the weights the loss is probed.", show_default="0.001")
+        float | None, typer.Option(help="How far the loss is probed, with an --lr.", show_default="0.001")
+    ] = None,
+    scale: Annotated[
+        str | None,
+        typer.Option(help="Units of --lr and --rho: relative to the weights, or absolute.", show_default="absolute"),
     ] = None,
     directions: Annotated[int, typer.Option(help="Directions per step.")] = 1,
     distribution: Annotated[str, typer.Option(help="rademacher, normal, uniform or sphere.")] = "rademacher",
@@ -101,7 +108,8 @@ def finetune(
         raise ExperimentError(f"{ledger} already exists; choose another name for --ledger")
     if task:
         one_of("task", task, GLUE)
-    by = _method(method, adapter, lr, {"rho": rho, "directions": directions, "distribution": distribution})
+    settings = {"rho": rho, "scale": scale, "directions": directions, "distribution": distribution}
+    by = _method(method, adapter, lr, settings)
     workload = TextWorkload(
         name=task or (train or Path()).stem,
         data=task or FILES,
@@ -132,7 +140,7 @@ def finetune(
     listener = _Announcing(listener_for(quiet, json), quiet or json)
     with interruptible(), listener:
         result = make(
-            Run(workload, by, by.lr[0], seed, decay),
+            Run(workload, by, by.lr[0], seed, "none" if by.is_auto else decay),
             out,
             Sources(data, Path(), download),
             device=machine.device,
@@ -204,13 +212,19 @@ def predict(
 
 
 def _method(name: str, adapter: str, lr: float | None, settings: JsonObject) -> Method:
-    known = {kind.lower(): kind for kind in METHODS if kind in RATES}
+    known = {kind.lower(): kind for kind in METHODS_HERE}
     one_of("method", name.lower(), known)
     kind = known[name.lower()]
     if kind == "STP" and settings["rho"] is not None:
         raise ExperimentError("STP probes at its --lr and has no rho; leave --rho out")
     settings = {name: value for name, value in settings.items() if value is not None}
-    rate = RATES[kind][adapter != "none"] if lr is None else lr
+    if lr is not None and not 0 < lr < math.inf:
+        raise ExperimentError(f"--lr must be above zero and finite, not {lr:g}")
+    if lr is None and kind != "MeZO":
+        if "rho" in settings:
+            raise ExperimentError("--rho goes with an --lr; without one both are found while training")
+        return Method(kind, kind, ("auto",), settings)
+    rate = MEZO_RATES[adapter != "none"] if lr is None else lr
     return Method(kind, kind, (rate,), settings)
 
 

@@ -23,6 +23,7 @@ import torch
 from forwardtune.errors import ExperimentError, ForwardTuneError
 from forwardtune.experiments.events import Event, Failed, Finished, MakingBase, Noted, Planned, Tell, ignore
 from forwardtune.experiments.plan import Run, plan
+from forwardtune.experiments.result import Rate
 from forwardtune.experiments.runner import execute, make_base
 from forwardtune.experiments.scoring import chosen_rates
 from forwardtune.experiments.spec import Spec, steps
@@ -57,7 +58,7 @@ class Machine:
 def compare(spec: Spec, store: Store, tasks: Tasks, machine: Machine, tell: Tell = ignore) -> None:
     """Makes the runs that are not in the store yet, and reports progress."""
     with store.lock():
-        chosen: dict[str, float] = {}
+        chosen: dict[str, Rate] = {}
         while True:  # once, unless workloads wait for the rates that are best on another (`rates_from`)
             _compare(spec, plan(spec, chosen), store, tasks, machine, tell)
             if chosen == (chosen := chosen_rates(spec, store)):

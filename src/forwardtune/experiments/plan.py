@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from forwardtune.experiments.result import Description
+from forwardtune.experiments.result import Description, Rate, rate_name
 from forwardtune.experiments.spec import Method, Spec
 from forwardtune.noise import NOISE_VERSION
 from forwardtune.tasks import Workload
@@ -19,7 +19,7 @@ class Run:
 
     workload: Workload
     method: Method
-    lr: float
+    lr: Rate
     seed: int
     decay: str
 
@@ -42,10 +42,10 @@ class Run:
 
     @property
     def title(self) -> str:
-        return f"{self.workload.name} {self.method.title} lr {self.lr:g} seed {self.seed}"
+        return f"{self.workload.name} {self.method.title} lr {rate_name(self.lr)} seed {self.seed}"
 
 
-def plan(spec: Spec, chosen: Mapping[str, float] | None = None) -> tuple[Run, ...]:
+def plan(spec: Spec, chosen: Mapping[str, Rate] | None = None) -> tuple[Run, ...]:
     """Every run of the comparison, workload by workload.
 
     Where all rates come from one workload, the others have runs only for methods whose rate is `chosen`, by label.
@@ -53,16 +53,21 @@ def plan(spec: Spec, chosen: Mapping[str, float] | None = None) -> tuple[Run, ..
     return tuple(_runs(spec, chosen or {}))
 
 
-def _runs(spec: Spec, chosen: Mapping[str, float]) -> Iterator[Run]:
+def _runs(spec: Spec, chosen: Mapping[str, Rate]) -> Iterator[Run]:
     for workload in spec.workloads:
         for seed in workload.seeds:
             for method in spec.methods:
                 for lr in rates(spec, workload, method, chosen):
-                    yield Run(workload, method, lr, seed, spec.decay)
+                    yield run_of(spec, workload, method, lr, seed)
 
 
-def rates(spec: Spec, workload: Workload, method: Method, chosen: Mapping[str, float]) -> tuple[float, ...]:
+def run_of(spec: Spec, workload: Workload, method: Method, lr: Rate, seed: int) -> Run:
+    """A run of a spec, of any rate; one that is found while training needs no decay."""
+    return Run(workload, method, lr, seed, "none" if lr == "auto" else spec.decay)
+
+
+def rates(spec: Spec, workload: Workload, method: Method, chosen: Mapping[str, Rate]) -> tuple[Rate, ...]:
     """Those at which a method is run on a workload."""
-    if spec.rates_from in ("", workload.name):
+    if spec.rates_from in ("", workload.name) or method.is_auto:
         return method.lr
     return (chosen[method.label],) if method.label in chosen else ()

@@ -9,17 +9,22 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from forwardtune.record import StepRecord
 from forwardtune.tasks.task import DataFacts, Scores
 
+Rate = float | Literal["auto"]
 Json = dict[str, Any]
 """A JSON object: what is read from a file or about to be written, and nothing else."""
 T = TypeVar("T")
 
 POINTS = 100
 """Of a trace, at most."""
+
+
+def rate_name(lr: Rate) -> str:
+    return lr if isinstance(lr, str) else f"{lr:g}"
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ class Description:
     workload: Mapping[str, object]
     method: str
     settings: Mapping[str, object]
-    lr: float
+    lr: Rate
     seed: int
     decay: str
     noise: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from forwardtune.experiments.evaluations import EvaluationLog
 from forwardtune.experiments.events import Evaluated, Finished, Noted, Progressed, Started, Tell, ignore
 from forwardtune.experiments.plan import Run
 from forwardtune.experiments.result import Base, Circumstances, Evaluation, RunResult, Tracer
-from forwardtune.experiments.spec import steps
+from forwardtune.experiments.spec import REVIEW, steps
 from forwardtune.experiments.store import Store
 from forwardtune.optimizer import LineSearch
 from forwardtune.tasks import Task
@@ -98,8 +99,8 @@ class _RunUnderWay:
         self.fresh_model = make_base(task, store)
         self.log = EvaluationLog(store.evaluations(run.id))
         self.tracer = Tracer()
-        evaluations = run.workload.evaluations
-        self.due = {round(i * self.steps / evaluations) for i in range(evaluations + 1)}
+        self.evaluations = run.workload.evaluations
+        self.due = {round(i * self.steps / self.evaluations) for i in range(self.evaluations + 1)}
         provenance.reset_peak_memory(task.device)
         provenance.code()  # what runs now, whatever becomes of the files
 
@@ -124,9 +125,10 @@ class _RunUnderWay:
                     ) from None
             else:
                 self.log.begin(step, self.task.base_id)
-                if all(due in self.log.at for due in self.due if due < step):
-                    self._trace_again(model, step)
+                queries = self._trace_again(model, step)
+                if all(due in self.log.at for due in self._due_until(step, queries)):
                     return optimizer, model, step
+                self.tracer = Tracer()
                 _recorder(optimizer).close()
                 complaint = "evaluations are missing"
             self.tell(Noted(f"{self.run.title} starts over: {complaint}", self.run.id))
@@ -156,35 +158,58 @@ class _RunUnderWay:
             if file.exists():
                 file.rename(file.with_name(f"damaged.{file.name}"))
 
-    def _trace_again(self, model: nn.Module, step: int) -> None:
-        """What the method saw before the run was stopped, from its ledger."""
-        optimizer = self._optimizer(model)
+    def _trace_again(self, model: nn.Module, step: int) -> list[int]:
+        """Traces what the method saw before the run was stopped, from its ledger; the queries before each step."""
+        optimizer, queries = self._optimizer(model), [0]
         for record in ledgers.read(self.ledger).records(until=step):
             self._set_lr(optimizer, record.step)
             optimizer.fast_forward(record)
             self.tracer.add(optimizer.last_step)
+            queries.append(record.queries)
+        return queries
+
+    def _is_due(self, step: int, queries: int, evaluated: int) -> bool:
+        """Whether the weights are evaluated before a step: at equal distances, of steps or else of queries."""
+        if self.run.lr != "auto":
+            return step in self.due
+        return queries >= evaluated * self.task.queries / self.evaluations or self._is_over(step, queries)
+
+    def _is_over(self, step: int, queries: int) -> bool:
+        if self.run.lr != "auto":
+            return step == self.steps
+        return queries + self.run.method.queries_per_step + REVIEW > self.task.queries
+
+    def _due_until(self, step: int, queries: Sequence[int]) -> list[int]:
+        """The steps before this one at which the weights were to be evaluated."""
+        due: list[int] = []
+        for past in range(step):
+            if self._is_due(past, queries[past], len(due)):
+                due.append(past)
+        return due
 
     def _optimizer(self, model: nn.Module, **options: Any) -> LineSearch:
         return self.run.method.optimizer(model.named_parameters(), self.run.lr, seed=self.run.seed, **options)
 
     def _set_lr(self, optimizer: LineSearch, step: int) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = self.run.lr * decay_factor(self.run.decay, step / self.steps)
+        if self.run.lr != "auto":
+            for group in optimizer.param_groups:
+                group["lr"] = self.run.lr * decay_factor(self.run.decay, step / self.steps)
 
     def _train(self, optimizer: LineSearch, model: nn.Module, step: int) -> str:
         """Steps and evaluations to the end; the reason, if the run is given up."""
         start, told = time.perf_counter() - self.log.seconds, 0.0
-        total = self.steps * self.run.method.queries_per_step
+        total = self.task.queries if self.run.lr == "auto" else self.steps * self.run.method.queries_per_step
         self.tell(Started(self.run.id, self.run.title, optimizer.queries, total, self.task.describe(model)))
         while True:
             reason = self._too_many_nonfinite(optimizer)
-            if (step in self.due or reason) and step not in self.log.at:
+            due = self._is_due(step, optimizer.queries, len(self.log.at))
+            if (due or reason) and step not in self.log.at:
                 scores = self.task.evaluate(model)
                 evaluation = Evaluation(step, optimizer.queries, time.perf_counter() - start, scores)
                 self.log.add(evaluation)
                 self.tell(Evaluated(self.run.id, evaluation))
             reason = reason or self._diverged()
-            if step == self.steps or reason:
+            if self._is_over(step, optimizer.queries) or reason:
                 return reason
             self._set_lr(optimizer, step)
             numbers = batch_indices(self.task.examples, self.run.workload.batch, self.run.seed, step)

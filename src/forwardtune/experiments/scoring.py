@@ -21,7 +21,7 @@ from statistics import fmean, stdev
 
 from forwardtune.experiments.intervals import Interval, Paired, bootstrap, bootstrap_mean, paired
 from forwardtune.experiments.plan import plan, rates
-from forwardtune.experiments.result import RunResult
+from forwardtune.experiments.result import Rate, RunResult
 from forwardtune.experiments.spec import Method, Spec
 from forwardtune.experiments.store import Store
 from forwardtune.tasks import Workload
@@ -34,7 +34,7 @@ SMOOTHING = 0.1
 class RateScore:
     """A method with one rate: its results in the order of the seeds, None for a run that is missing."""
 
-    lr: float
+    lr: Rate
     results: tuple[RunResult | None, ...]
 
     @property
@@ -64,7 +64,7 @@ class RateScore:
         return [result.score for result in self.finished]
 
     @property
-    def rank(self) -> tuple[float, int, float, float]:
+    def rank(self) -> tuple[float, int, float, Rate]:
         """The smallest is the best."""
         finite = [loss for loss in self.losses if loss < math.inf]
         return self.mean_loss, self.diverged, fmean(finite) if finite else math.inf, self.lr
@@ -89,8 +89,8 @@ class MethodScore:
     @property
     def at_edge(self) -> bool:
         """Whether a rate beyond the grid might have done better."""
-        ends = (min(self.method.lr), max(self.method.lr))
-        return self.best is not None and len(self.rates) > 1 and self.best.lr in ends
+        grid = self.method.grid
+        return self.best is not None and len(self.rates) > 1 and self.best.lr in (min(grid), max(grid))
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class ComparisonScore:
         return " or ".join(dict.fromkeys(workload.metric for workload in self.workloads))
 
 
-def chosen_rates(spec: Spec, store: Store) -> dict[str, float]:
+def chosen_rates(spec: Spec, store: Store) -> dict[str, Rate]:
     """The best rates of the workload that the others take theirs from, by method; of none whose runs are missing."""
     if not spec.rates_from:
         return {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -19,11 +19,14 @@ import torch
 
 from forwardtune.arguments import Params
 from forwardtune.errors import ExperimentError, ForwardTuneError
+from forwardtune.experiments.result import Rate
 from forwardtune.methods import METHODS
 from forwardtune.optimizer import LineSearch
 from forwardtune.tasks import IMAGES, TEXTS, ImageWorkload, TextWorkload, Workload, kind_of
 from forwardtune.toml_tables import build, is_name, one_of, value
 
+REVIEW = 2
+"""Queries of a review."""
 DECAYS = ("cosine", "linear", "none")
 
 
@@ -33,21 +36,36 @@ class Method:
 
     label: str
     method: str
-    lr: tuple[float, ...]
+    lr: tuple[Rate, ...]
     settings: Mapping[str, Any] = field(hash=False)
 
     def __post_init__(self) -> None:
         is_name("label", self.label)
-        if len(set(self.lr)) < len(self.lr) or min(self.lr) <= 0:
+        if not self.is_auto and (len(set(self.lr)) < len(self.lr) or min(self.grid) <= 0):
             raise ExperimentError(f"lr must list different rates above zero, not {list(self.lr)}")
 
-    def optimizer(self, params: Params, lr: float, **run: Any) -> LineSearch:
+    @property
+    def is_auto(self) -> bool:
+        """Whether it finds its rate while training."""
+        return self.lr == ("auto",)
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        """Its rates, if it has any."""
+        return tuple(lr for lr in self.lr if not isinstance(lr, str))
+
+    def optimizer(self, params: Params, lr: Rate, **run: Any) -> LineSearch:
         kind: Callable[..., LineSearch] = METHODS[self.method]
         return kind(params, lr=lr, **self.settings, **run)
 
     @cached_property
     def queries_per_step(self) -> int:
-        """Counted in a step along a line of one weight, which also shows whether the settings are valid."""
+        """Counted in a step along a line of one weight, which also shows whether the settings are valid.
+
+        With a rate that is found while training some steps use up to `REVIEW` more.
+        """
+        if self.is_auto:
+            self.optimizer([torch.zeros(1)], "auto")
         optimizer = self.optimizer([torch.zeros(1)], 1e-3, backend="reference")
         optimizer.step(count(1.0).__next__)
         return optimizer.queries
@@ -101,6 +119,7 @@ class _File:
     distribution: str = "normal"
     rho: float = 1e-3
     directions: int = 1
+    scale: str = ""
     rates_from: str = ""
 
 
@@ -184,16 +203,23 @@ def _method(entry: Mapping[str, Any], top: _File) -> Method:
         if given is None:
             raise ExperimentError(f"{where} has no {key!r}; give it")
     one_of("method", value(str, known["method"], where), METHODS)
+    is_auto = known["lr"] == "auto"
     shared: dict[str, Any] = {"distribution": top.distribution, "directions": top.directions}
-    accepted = inspect.signature(METHODS[known["method"]]).parameters.keys() - {"params", "lr", "run"} | shared.keys()
+    own = inspect.signature(METHODS[known["method"]]).parameters.keys() - {"params", "lr", "run"}
+    accepted = own - ({"rho"} if is_auto else set()) | shared.keys() | {"scale"}
     for key in entry.keys() - known.keys():
         one_of(f"{where}: the setting", key, sorted(accepted))
     if "rho" in accepted:
         shared["rho"] = top.rho
+    if top.scale:
+        shared["scale"] = top.scale
     settings = {**shared, **{key: entry[key] for key in sorted(entry.keys() - known.keys())}}
-    method = build(Method, {**known, "settings": settings}, where)
     try:
+        method = build(Method, {**known, "lr": [1.0] if is_auto else known["lr"], "settings": settings}, where)
+        method = replace(method, lr=("auto",)) if is_auto else method
         method.queries_per_step  # noqa: B018
+    except ExperimentError:
+        raise
     except (ForwardTuneError, TypeError) as error:
         raise ExperimentError(f"{where}: {error}") from None
     return method

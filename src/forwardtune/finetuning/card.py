@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from forwardtune.experiments.plan import Run
-from forwardtune.experiments.result import RunResult
+from forwardtune.experiments.result import RunResult, rate_name
 from forwardtune.tasks.texts.task import TextTask
 
 
@@ -31,7 +31,7 @@ tags: [forwardtune, text-classification]
 # {name}, tuned to {workload.name}
 
 {name} with {tuned} tuned by forward passes only: {result.queries:,} queries of {run.method.method} on batches of
-{workload.batch} examples (lr {run.lr:g}, {settings}, {run.decay} decay, seed {run.seed}).
+{workload.batch} examples (lr {rate_name(run.lr)}, {settings}, {run.decay} decay, seed {run.seed}).
 
 On {examples:,} test examples (%):
 

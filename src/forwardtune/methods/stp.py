@@ -28,7 +28,7 @@ class STP(LineSearch):
 
     Args:
         params: parameters, named parameters or group dicts to tune.
-        lr: the step size.
+        lr: the step size, or ``"auto"`` (default) to find it while training; see :mod:`forwardtune.auto`.
         **run: see :class:`forwardtune.RunOptions`.
 
     >>> import torch
@@ -42,7 +42,7 @@ class STP(LineSearch):
 
     search = staticmethod(stp)
 
-    def __init__(self, params: Params, lr: float | Literal["auto"] = 1e-3, **run: Unpack[RunOptions]) -> None:
+    def __init__(self, params: Params, lr: float | Literal["auto"] = "auto", **run: Unpack[RunOptions]) -> None:
         super().__init__(params, {"lr": lr}, **run)
 
     def settings_at(self, r: float, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from typing_extensions import Unpack
 
 from forwardtune.arguments import Params, check_integer, check_positive
+from forwardtune.errors import InvalidArgumentError
 from forwardtune.optimizer import LineSearch, RunOptions
 from forwardtune.record import Decision
 from forwardtune.search import Memory, Search
@@ -49,8 +50,10 @@ class VS2P(LineSearch):
 
     Args:
         params: parameters, named parameters or group dicts to tune.
-        lr: the step size in units of rho; above 1, the sign of the slope is trusted further than it was measured.
-        rho: half the distance between the two probes.
+        lr: ``"auto"``, to find the size of steps and probes while training (see :mod:`forwardtune.auto`), or the step
+            size in units of rho; above 1, the sign of the slope is trusted further than it was measured. By default
+            ``"auto"``, and 1 where a rho is given.
+        rho: half the distance between the two probes, 1e-3 by default.
         tau_a: slopes above ``tau_a * sigma`` are damped.
         tau_b: how many sigmas make a full step.
         window: the number of recent gammas in sigma.
@@ -70,15 +73,22 @@ class VS2P(LineSearch):
     def __init__(
         self,
         params: Params,
-        lr: float | Literal["auto"] = 1.0,
+        lr: float | Literal["auto"] | None = None,
         *,
-        rho: float = 1e-3,
+        rho: float | None = None,
         tau_a: float = 3.0,
         tau_b: float = 3.0,
         window: int = 50,
         **run: Unpack[RunOptions],
     ) -> None:
-        super().__init__(params, {"lr": lr, "rho": rho, "tau_a": tau_a, "tau_b": tau_b, "window": window}, **run)
+        if lr == "auto" and rho is not None:
+            raise InvalidArgumentError(
+                "with lr='auto' the distance of probes is found too; leave rho out, or give an lr"
+            )
+        if lr is None:
+            lr = "auto" if rho is None else 1.0
+        settings = {"lr": lr, "rho": 1e-3 if rho is None else rho, "tau_a": tau_a, "tau_b": tau_b, "window": window}
+        super().__init__(params, settings, **run)
 
     def settings_at(self, r: float, settings: Mapping[str, Any]) -> dict[str, Any]:
         return {**settings, "rho": r}

@@ -9,7 +9,7 @@ from forwardtune import presets
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments.intervals import paired
 from forwardtune.experiments.report.tables import markdown, ratio_text
-from forwardtune.experiments.result import Json
+from forwardtune.experiments.result import Json, rate_name
 from forwardtune.experiments.scoring import ComparisonScore, MethodScore, WorkloadScore, acceleration, accuracy, score
 from forwardtune.experiments.spec import Spec
 from forwardtune.experiments.store import Store
@@ -48,7 +48,7 @@ the majority class, with Student's 95% interval over seeds.
 def page(folder: Path) -> str:
     """The page, from a folder that has results of presets in folders of their names."""
     printed = tomllib.loads(PRINTED.read_text("utf-8"))
-    names = sorted((name for name in presets.files() if "/" in name), key=_order)
+    names = sorted((name for name in presets.files() if name.startswith(("full/", "reduced/"))), key=_order)
     made = [name for name in names if (folder / name / "store.json").exists()]
     if not made:
         raise ExperimentError(
@@ -164,7 +164,7 @@ def _losses(scores: ComparisonScore) -> str:
                 continue
             edge = ", an end of its grid" if method_score.at_edge else ""
             loss = "diverged" if method_score.best.diverged else number(method_score.best.mean_loss)
-            cells.append(f"{loss} (lr {method_score.best.lr:g}{edge})")
+            cells.append(f"{loss} (lr {rate_name(method_score.best.lr)}{edge})")
         first = _start(workload, "train_loss")
         rows.append([workload.workload.subject, "missing" if first is None else number(first), *cells])
     return markdown([_kind(scores), "at the start", *(method.title for method in scores.spec.methods)], rows)
@@ -198,8 +198,8 @@ def _differences(scores: ComparisonScore, full: Spec) -> str:
     header = [_kind(scores), "budget", "batch", "seeds", "starts from", "examples, train / test", "evaluated on"]
     lines = [markdown(header, rows), "", "Rates:", ""]
     for method in scores.spec.methods:
-        rates = ", ".join(f"{lr:g}" for lr in method.lr)
-        lines.append(f"- {method.title}: {rates} (paper {', '.join(f'{lr:g}' for lr in full.method(method.label).lr)})")
+        rates = ", ".join(map(rate_name, method.lr))
+        lines.append(f"- {method.title}: {rates} (paper {', '.join(map(rate_name, full.method(method.label).lr))})")
     lines += [
         "",
         "Accuracy on n examples has an error of its own: at 50%, 3.5 points on 200 and 1.6 on 1,000 examples.",

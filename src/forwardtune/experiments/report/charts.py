@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from forwardtune.experiments.result import Json, RunResult
+from forwardtune.experiments.result import Json, RunResult, rate_name
 from forwardtune.experiments.scoring import MethodScore, WorkloadScore
 
 COLORS = ("#0b6e4f", "#c8553d", "#4a6fa5", "#8f5aa8", "#b8860b", "#5a5a5a", "#2a9d9d", "#a84a6b")
@@ -68,7 +68,7 @@ def _judged(score: WorkloadScore) -> list[tuple[MethodScore, str]]:
 
 
 def _label(score: MethodScore) -> str:
-    return f"{score.method.title}, lr {score.best.lr:g}" if score.best else score.method.title
+    return f"{score.method.title}, lr {rate_name(score.best.lr)}" if score.best else score.method.title
 
 
 def _curves(
@@ -144,13 +144,17 @@ def _sensitivity(score: WorkloadScore) -> Chart:
     series = []
     for method, color in _judged(score):
         assert method.best is not None
-        rates = sorted((rate for rate in method.rates if rate.is_complete), key=lambda rate: rate.lr)
-        x = [rate.lr / method.best.lr for rate in rates]
+        if method.method.is_auto:
+            continue
+        grid = {lr: rate for rate, lr in zip(method.rates, method.method.grid, strict=True) if rate.is_complete}
+        rates = [grid[lr] for lr in sorted(grid)]
+        best = next(lr for lr, rate in grid.items() if rate is method.best)
+        x = [lr / best for lr in sorted(grid)]
         whole = [None if rate.diverged else rate for rate in rates]
-        notes = [f"lr {rate.lr:g}" for rate in rates]
+        notes = [f"lr {rate_name(rate.lr)}" for rate in rates]
         series.append(
             Series(
-                f"{method.method.title}, best lr {method.best.lr:g}",
+                f"{method.method.title}, best lr {best:g}",
                 color,
                 x,
                 [rate.mean_loss if rate else None for rate in whole],

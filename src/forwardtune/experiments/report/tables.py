@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from forwardtune.experiments.intervals import Interval, Paired, bootstrap_mean
-from forwardtune.experiments.result import Json, RunResult, scores_to_json
+from forwardtune.experiments.result import Json, RunResult, rate_name, scores_to_json
 from forwardtune.experiments.scoring import (
     Acceleration,
     ComparisonScore,
@@ -112,7 +112,7 @@ def _loss(scores: ComparisonScore) -> Table:
         std = stdev(losses) if len(losses) > 1 else None
         text = number(fmean(losses)) + (f" ± {std:.2g}" if std is not None else "")
         numbers = {"mean": fmean(losses), "std": std, **_ends(bootstrap_mean(losses)), "diverged": 0}
-        return f"{text} at lr {score.best.lr:g}{_edge(score)}", numbers
+        return f"{text} at lr {rate_name(score.best.lr)}{_edge(score)}", numbers
 
     return _by_workload(
         scores,
@@ -213,7 +213,7 @@ def _rates(scores: ComparisonScore) -> Table:
                 cells = (
                     workload.workload.name,
                     score.method.title,
-                    f"{rate.lr:g}",
+                    rate_name(rate.lr),
                     text,
                     spread,
                     accuracy,
@@ -246,7 +246,7 @@ def _marks(score: MethodScore) -> str:
 def _edge(score: MethodScore) -> str:
     if not score.at_edge or score.best is None:
         return ""
-    return " ◂" if score.best.lr == min(score.method.lr) else " ▸"
+    return " ◂" if score.best.lr == min(score.method.grid) else " ▸"
 
 
 def _signed(value: float) -> str:
@@ -317,7 +317,7 @@ def _run_cells(record: Json) -> tuple[str, ...]:
     return (
         record["workload"],
         record["method"],
-        f"{record['lr']:g}",
+        rate_name(record["lr"]),
         str(record["seed"]),
         outcome,
         f"{record['queries']:,}",

@@ -33,7 +33,7 @@ NOT_APPLICABLE = {
 class ForwardTrainingArguments(transformers.TrainingArguments):
     """Trainer's arguments, with a method that needs no gradients instead of an optimizer.
 
-    `seed` also seeds the noise. `learning_rate` defaults to the method's own.
+    `seed` also seeds the noise. Without a `learning_rate` VS2P and STP find theirs while training.
 
     >>> args = ForwardTrainingArguments("out", method="MeZO", learning_rate=1e-6, max_steps=100)
     >>> args.method, args.rho
@@ -41,7 +41,22 @@ class ForwardTrainingArguments(transformers.TrainingArguments):
     """
 
     learning_rate: float | None = field(  # type: ignore[assignment]
-        default=None, metadata={"help": "The step size; defaults to the method's own."}
+        default=None, metadata={"help": "The step size; VS2P and STP find theirs while training by default."}
+    )
+    auto: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether the step size is found while training; learning_rate is then a factor, 1 by default. By "
+            "default where no learning_rate is given and the method can."
+        },
+    )
+    lr_scheduler_type: str | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={"help": "The schedule; by default linear, or constant where the step size is found while training."},
+    )
+    scale: str | None = field(
+        default=None,
+        metadata={"help": "The units of steps, absolute or relative to the weights; see forwardtune.RunOptions."},
     )
     max_grad_norm: float = field(default=0.0, metadata={"help": "Not used: there are no gradients to clip."})
     method: str = field(default="VS2P", metadata={"help": f"One of {', '.join(METHODS)}."})
@@ -72,8 +87,12 @@ class ForwardTrainingArguments(transformers.TrainingArguments):
             raise InvalidArgumentError(f"method {self.method!r} is not known; choose one of {', '.join(METHODS)}")
         self.method = known[self.method.lower()]
         self._check_method_args()
+        if self.auto is None:
+            self.auto = self.learning_rate is None and self.method in ("VS2P", "STP")
         if self.learning_rate is None:
-            self.learning_rate = inspect.signature(METHODS[self.method]).parameters["lr"].default
+            self.learning_rate = 1.0 if self.auto else inspect.signature(METHODS[self.method]).parameters["lr"].default
+        if self.lr_scheduler_type is None:
+            self.lr_scheduler_type = "constant" if self.auto else "linear"
         super().__post_init__()  # type: ignore[no-untyped-call]
 
     def _check_method_args(self) -> None:
@@ -97,6 +116,13 @@ class ForwardTrainingArguments(transformers.TrainingArguments):
         settings = dict(self.method_args or {})  # type: ignore[arg-type]  # text was read as JSON by Trainer's arguments
         if "rho" in inspect.signature(kind).parameters:
             settings = {"rho": self.rho, **settings}
-        options = {"distribution": self.distribution, "directions": self.directions, "seed": self.seed}
-        optimizer: LineSearch = kind(params, lr=self.learning_rate, **settings, **options, **run)
+        options: dict[str, Any] = {"distribution": self.distribution, "directions": self.directions, "seed": self.seed}
+        if self.scale is not None:
+            options["scale"] = self.scale
+        optimizer: LineSearch = kind(
+            params, lr="auto" if self.auto else self.learning_rate, **settings, **options, **run
+        )
+        if self.auto:
+            for group in optimizer.param_groups:
+                group["lr"] = self.learning_rate
         return optimizer

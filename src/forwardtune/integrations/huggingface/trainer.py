@@ -126,7 +126,8 @@ class ForwardTrainer(transformers.Trainer):
         """Adds what the method saw in its last step, and how many queries it has used, to the training logs."""
         if "loss" in logs and self.optimizer and (seen := self._method.last_step):
             logs.pop("grad_norm", None)  # there are no gradients
-            measured = {"gamma": seen.gamma, "sigma": seen.sigma, "t": seen.t}
+            auto = self._method.auto
+            measured = {"gamma": seen.gamma, "sigma": seen.sigma, "t": seen.t, "r": auto and auto["r"]}
             logs |= {name: value for name, value in measured.items() if value is not None}
             logs |= {"queries": self._method.queries, "plateaus": self._method.plateaus}
         super().log(logs, *others, **more)
