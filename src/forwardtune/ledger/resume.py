@@ -212,7 +212,7 @@ def _optimizer(header: Header, tensors: dict[str, Tensor], backend: str) -> Line
     try:
         settings = {n: v for n, v in header.defaults.items() if n in inspect.signature(methods[-1]).parameters}
         if header.auto:
-            settings["lr"] = "auto"
+            settings = {**{n: v for n, v in settings.items() if n != "rho"}, "lr": "auto"}
         optimizer: LineSearch = methods[-1](groups, **settings, **run, backend=backend)
     except (ForwardTuneError, TypeError) as error:
         raise LedgerError(f"the run's {header.method} cannot be built again: {error}") from error

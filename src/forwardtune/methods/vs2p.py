@@ -82,9 +82,7 @@ class VS2P(LineSearch):
         **run: Unpack[RunOptions],
     ) -> None:
         if lr == "auto" and rho is not None:
-            raise InvalidArgumentError(
-                "with lr='auto' the distance of probes is found too; leave rho out, or give an lr"
-            )
+            raise InvalidArgumentError("lr='auto' finds the distance of probes too; leave rho out, or give an lr")
         if lr is None:
             lr = "auto" if rho is None else 1.0
         settings = {"lr": lr, "rho": 1e-3 if rho is None else rho, "tau_a": tau_a, "tau_b": tau_b, "window": window}

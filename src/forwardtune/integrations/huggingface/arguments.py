@@ -87,10 +87,13 @@ class ForwardTrainingArguments(transformers.TrainingArguments):
             raise InvalidArgumentError(f"method {self.method!r} is not known; choose one of {', '.join(METHODS)}")
         self.method = known[self.method.lower()]
         self._check_method_args()
+        if self.auto and self.rho != 1e-3:
+            raise InvalidArgumentError("rho is found while training, too, with auto=True; leave it out")
         if self.auto is None:
-            self.auto = self.learning_rate is None and self.method in ("VS2P", "STP")
+            self.auto = self.learning_rate is None and self.rho == 1e-3 and self.method in ("VS2P", "STP")
         if self.learning_rate is None:
-            self.learning_rate = 1.0 if self.auto else inspect.signature(METHODS[self.method]).parameters["lr"].default
+            default = inspect.signature(METHODS[self.method]).parameters["lr"].default
+            self.learning_rate = default if isinstance(default, float) else 1.0
         if self.lr_scheduler_type is None:
             self.lr_scheduler_type = "constant" if self.auto else "linear"
         super().__post_init__()  # type: ignore[no-untyped-call]
@@ -114,7 +117,7 @@ class ForwardTrainingArguments(transformers.TrainingArguments):
         """The method, with the parameters it is to tune."""
         kind: Any = METHODS[self.method]
         settings = dict(self.method_args or {})  # type: ignore[arg-type]  # text was read as JSON by Trainer's arguments
-        if "rho" in inspect.signature(kind).parameters:
+        if "rho" in inspect.signature(kind).parameters and not self.auto:
             settings = {"rho": self.rho, **settings}
         options: dict[str, Any] = {"distribution": self.distribution, "directions": self.directions, "seed": self.seed}
         if self.scale is not None:

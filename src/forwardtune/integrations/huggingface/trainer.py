@@ -127,7 +127,7 @@ class ForwardTrainer(transformers.Trainer):
         if "loss" in logs and self.optimizer and (seen := self._method.last_step):
             logs.pop("grad_norm", None)  # there are no gradients
             auto = self._method.auto
-            measured = {"gamma": seen.gamma, "sigma": seen.sigma, "t": seen.t, "r": auto and auto["r"]}
+            measured = {"gamma": seen.gamma, "sigma": seen.sigma, "t": seen.t, "r": auto["r"] if auto else None}
             logs |= {name: value for name, value in measured.items() if value is not None}
             logs |= {"queries": self._method.queries, "plateaus": self._method.plateaus}
         super().log(logs, *others, **more)
