@@ -67,7 +67,7 @@ def test_a_review_compares_the_start_of_the_trail_with_twice_its_length():
 
 def test_on_a_parabola_it_is_nearly_as_good_as_exact_steps():
     """A perfect step along a random line leaves, on average, `1 - 1/d` of the loss."""
-    x, optimizer, loss = bowl(d=400)
+    _, optimizer, loss = bowl(d=400)
     first = float(loss())
     for _ in range(800):
         optimizer.step(loss)

@@ -49,7 +49,7 @@ def test_noise_touches_no_generator():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    ft.VS2P([x], distribution="normal").step(lambda: 0.0)
+    ft.VS2P([x], distribution="normal", lr=1.0).step(lambda: 0.0)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -98,7 +98,7 @@ def _is_buffer(name):
 def test_batchnorm_in_eval_mode_is_left_alone():
     model, x = convnet().eval(), torch.randn(4, 1, 8, 8)
     before = [b.clone() for b in model.buffers()]
-    ft.VS2P(model.parameters()).step(lambda: model(x).square().mean())
+    ft.VS2P(model.parameters(), lr=1.0).step(lambda: model(x).square().mean())
     assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
 
 
@@ -137,7 +137,7 @@ def test_modules_of_other_threads_are_not_touched():
         thread.join()
         return mine(x).square().mean()
 
-    ft.VS2P(mine.parameters()).step(closure)
+    ft.VS2P(mine.parameters(), lr=1.0).step(closure)
     assert other[1].num_batches_tracked == 3
     assert mine[1].num_batches_tracked == 2
 
@@ -155,7 +155,7 @@ def test_autocast_around_the_step_sees_the_moved_weights():
 def test_hooks_are_gone_after_the_step():
     x = torch.ones(3)
     with pytest.raises(ZeroDivisionError):
-        ft.VS2P([x]).step(lambda: 1 / 0)
+        ft.VS2P([x], lr=1.0).step(lambda: 1 / 0)
     assert not torch_module._global_forward_pre_hooks
     assert not torch_module._global_forward_hooks
 
@@ -197,7 +197,7 @@ def test_a_compiled_model_is_not_compiled_anew_at_every_step():
     graphs = []
     model = torch.compile(normed(), backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True)
     x = torch.randn(12, 6)
-    optimizer = ft.VS2P(model.parameters())
+    optimizer = ft.VS2P(model.parameters(), lr=1.0)
     for _ in range(12):
         optimizer.step(lambda: model(x).square().mean())
     assert len(graphs) <= 2
@@ -208,7 +208,7 @@ def test_functional_calls_keep_the_modules_own_buffers():
     own = dict(model.named_buffers())
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
     buffers = {name: b.clone() for name, b in model.named_buffers()}
-    optimizer = ft.VS2P(list(params.values()))
+    optimizer = ft.VS2P(list(params.values()), lr=1.0)
     for _ in range(3):
         optimizer.step(lambda: torch.func.functional_call(model, {**params, **buffers}, x).square().mean())
     assert all(b is own[name] for name, b in model.named_buffers())
@@ -233,7 +233,7 @@ def test_buffers_that_cannot_be_written_are_left_alone():
     with torch.inference_mode():
         inference = WithBuffer(torch.ones(5))
     for model in (WithBuffer(torch.ones(1).expand(5)), inference):
-        optimizer, buffer = ft.VS2P([torch.ones(2)]), model.buffer
+        optimizer, buffer = ft.VS2P([torch.ones(2)], lr=1.0), model.buffer
         optimizer.step(model)
         assert optimizer.last_step.taken
         assert model.buffer is buffer
@@ -243,7 +243,7 @@ def test_buffers_that_cannot_be_written_are_left_alone():
         module.buffer = module.buffer + 1
 
     model = WithBuffer(torch.zeros(5), replace)
-    optimizer = ft.VS2P(model.parameters())
+    optimizer = ft.VS2P(model.parameters(), lr=1.0)
     for _ in range(3):
         optimizer.step(torch.inference_mode()(model))
     assert torch.equal(model.buffer, torch.full((5,), 3.0))
@@ -254,12 +254,12 @@ def test_large_buffers_are_copied_only_if_they_change(monkeypatch):
     clone = torch.Tensor.clone
     monkeypatch.setattr(torch.Tensor, "clone", lambda self: copied.append(self.numel()) or clone(self))
     model = WithBuffer(torch.zeros(200_000))
-    optimizer = ft.VS2P(model.parameters())
+    optimizer = ft.VS2P(model.parameters(), lr=1.0)
     optimizer.step(model)
     assert 200_000 not in copied
 
     model = WithBuffer(torch.zeros(200_000), lambda module: module.buffer.add_(1))
-    optimizer = ft.VS2P(model.parameters())
+    optimizer = ft.VS2P(model.parameters(), lr=1.0)
     optimizer.step(model)  # the change is noticed here
     start = float(model.buffer[0])
     for _ in range(3):
@@ -305,7 +305,7 @@ def test_modules_that_come_later_are_seen():
     """Another model every other step, a part replaced in the middle, and one behind a caught exception."""
     models, x = [normed(), normed()], torch.randn(12, 6)
     weight = torch.ones(3)
-    optimizer = ft.VS2P([weight])
+    optimizer = ft.VS2P([weight], lr=1.0)
     for step in range(20):
         if step == 10:
             models[0][1] = nn.BatchNorm1d(6)
@@ -324,7 +324,7 @@ def test_modules_that_come_later_are_seen():
             failing()
         return weight.sum() + models[0](x).square().mean()
 
-    optimizer = ft.VS2P([weight])
+    optimizer = ft.VS2P([weight], lr=1.0)
     for _ in range(5):
         optimizer.step(closure)
     assert models[0][1].num_batches_tracked == 10
@@ -333,7 +333,7 @@ def test_modules_that_come_later_are_seen():
 @pytest.mark.parametrize("steps", [0, 2])
 def test_replaced_buffers_are_put_back_when_the_closure_raises(steps):
     model = Replacing()
-    optimizer = ft.VS2P(model.parameters())
+    optimizer = ft.VS2P(model.parameters(), lr=1.0)
     for _ in range(steps):
         optimizer.step(model)
 
@@ -357,7 +357,7 @@ def test_buffers_of_unusual_kinds():
     sparse = WithBuffer(torch.eye(3).to_sparse_csr())
     sparse.forward = lambda: sparse.weight.sum()
     for model in (WithBuffer(graded), WithBuffer(torch.zeros(3), drop), sparse):
-        optimizer = ft.VS2P(model.parameters())
+        optimizer = ft.VS2P(model.parameters(), lr=1.0)
         for _ in range(2):
             optimizer.step(model)
         assert optimizer.last_step.taken
@@ -372,7 +372,7 @@ def test_ensembles_by_vmap():
     def one(p, b):
         return torch.func.functional_call(models[0], (p, b), (x,)).square().mean()
 
-    optimizer = ft.VS2P([p.detach() for p in params.values()])
+    optimizer = ft.VS2P([p.detach() for p in params.values()], lr=1.0)
     expected = sum(model(x).square().mean().item() for model in models) / 3
     loss = optimizer.step(lambda: torch.vmap(one)(params, buffers).mean())
     assert float(loss) == pytest.approx(expected, rel=1e-4)
@@ -385,5 +385,5 @@ def test_a_step_not_taken_uses_up_its_random_numbers():
     expected = torch.rand(4)[2:]
     torch.manual_seed(0)
     with pytest.warns(RuntimeWarning, match="not finite"):
-        ft.VS2P([x]).step(lambda: torch.rand(2).sum() * float("nan"))
+        ft.VS2P([x], lr=1.0).step(lambda: torch.rand(2).sum() * float("nan"))
     assert torch.equal(torch.rand(2), expected)

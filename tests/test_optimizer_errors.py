@@ -183,7 +183,7 @@ def test_what_is_not_a_loss(returned, message):
         (lambda p: ft.VS2P([{"lr": 1.0}]), "no 'params'"),
         (lambda p: ft.VS2P([torch.ones(0)]), "no elements"),
         (lambda p: ft.VS2P([p], lr="0.1"), "lr must be a number"),
-        (lambda p: ft.VS2P([p], rho=None), "rho must be a number"),
+        (lambda p: ft.VS2P([p], rho="near"), "rho must be a number"),
         (lambda p: ft.VS2P([1.0]), "only tensors"),
         (lambda p: ft.VS2P([p], lr=-1), "lr must be a number, zero or above"),
         (lambda p: ft.VS2P([p], lr=math.nan), "lr must be a number, zero or above"),

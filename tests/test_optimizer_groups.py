@@ -34,7 +34,7 @@ def test_groups_with_the_same_settings_are_one_vector():
     for split in (False, True):
         model, closure = problem()
         params = list(model.parameters())
-        optimizer = ft.VS2P([{"params": params[:2]}, {"params": params[2:]}] if split else params, seed=1)
+        optimizer = ft.VS2P([{"params": params[:2]}, {"params": params[2:]}] if split else params, seed=1, lr=1.0)
         for _ in range(10):
             optimizer.step(closure)
         results.append(weights(model))
@@ -58,7 +58,7 @@ def test_named_parameters(method):
 
 def test_a_group_can_be_added_later():
     model, closure = problem()
-    optimizer = ft.VS2P(model[0].parameters(), seed=2)
+    optimizer = ft.VS2P(model[0].parameters(), seed=2, lr=1.0)
     optimizer.step(closure)
     optimizer.add_param_group({"params": model[4].parameters(), "lr": 0.1})
     before = model[4].weight.detach().clone()
@@ -163,15 +163,15 @@ def test_backends_move_in_lockstep(method, backend, steps):
 
 
 def test_backend_is_chosen_in_the_open(monkeypatch):
-    assert "backend: numba" in repr(ft.VS2P([torch.ones(3)]))
-    assert "backend: reference" in repr(ft.VS2P([torch.ones(3)], backend="reference"))
+    assert "backend: numba" in repr(ft.VS2P([torch.ones(3)], lr=1.0))
+    assert "backend: reference" in repr(ft.VS2P([torch.ones(3)], backend="reference", lr=1.0))
     monkeypatch.setitem(sys.modules, "forwardtune.noise.backends.cpu_numba", None)
     with pytest.raises(ft.BackendError, match="pip install numba"):
-        ft.VS2P([torch.ones(3)], backend="numba")
+        ft.VS2P([torch.ones(3)], backend="numba", lr=1.0)
     with pytest.warns(RuntimeWarning, match="pip install numba"):
-        optimizer = ft.VS2P([torch.ones(3)])
+        optimizer = ft.VS2P([torch.ones(3)], lr=1.0)
     assert "backend: reference" in repr(optimizer)
-    assert "backend: triton" in repr(ft.VS2P([torch.ones(3)], backend="triton"))
+    assert "backend: triton" in repr(ft.VS2P([torch.ones(3)], backend="triton", lr=1.0))
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ft.BackendError, match="cannot move a parameter on cpu"):
-        ft.VS2P([torch.ones(3)], backend="triton")
+        ft.VS2P([torch.ones(3)], backend="triton", lr=1.0)

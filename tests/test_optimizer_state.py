@@ -86,19 +86,19 @@ def test_a_continued_run_equals_one_never_stopped(method, how, dtype):
 
 def test_checkpoints_of_groups_that_grew_or_were_frozen():
     a, b = torch.ones(3), torch.ones(3)
-    one = ft.VS2P([a])
+    one = ft.VS2P([a], lr=1.0)
     one.step(lambda: a.sum())
     one.add_param_group({"params": [b]})
-    two = ft.VS2P([{"params": [a]}, {"params": [b]}])
+    two = ft.VS2P([{"params": [a]}, {"params": [b]}], lr=1.0)
     two.load_state_dict(one.state_dict())
     assert two.queries == 2
 
     model, closure = problem()
-    three, four = ft.VS2P(model.parameters()), ft.VS2P(model.parameters())
+    three, four = ft.VS2P(model.parameters(), lr=1.0), ft.VS2P(model.parameters(), lr=1.0)
     three.step(closure)
     model[0].requires_grad_(False)
     four.load_state_dict(three.state_dict())
-    ft.VS2P(model.parameters()).load_state_dict(three.state_dict())
+    ft.VS2P(model.parameters(), lr=1.0).load_state_dict(three.state_dict())
     assert four.queries == 2
 
 
@@ -124,7 +124,7 @@ def test_a_state_that_is_refused_changes_nothing():
 
 
 def test_another_noise_version_is_refused():
-    optimizer = ft.VS2P([torch.ones(3)])
+    optimizer = ft.VS2P([torch.ones(3)], lr=1.0)
     state = copy.deepcopy(optimizer.state_dict())
     state["param_groups"][0]["run"]["noise"] = 0
     with pytest.raises(ft.InvalidArgumentError, match="noise version"):

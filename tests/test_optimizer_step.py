@@ -119,7 +119,7 @@ def test_floats_and_plateaus():
 def test_the_loss_of_integers_and_of_groups():
     x, y = torch.ones(2), torch.ones(2)
     values = iter([3, 4])
-    loss = ft.VS2P([x]).step(lambda: torch.tensor(next(values)))
+    loss = ft.VS2P([x], lr=1.0).step(lambda: torch.tensor(next(values)))
     assert loss == 3.5
     optimizer = ft.STP([{"params": [x], "lr": 0.0}, {"params": [y], "lr": 1.0}])
     assert optimizer.step(lambda: y.sum().square()) == pytest.approx(4.0)
@@ -127,7 +127,7 @@ def test_the_loss_of_integers_and_of_groups():
 
 def test_what_a_run_is_can_be_read_and_not_written():
     x = torch.tensor([1.0, 2.0])
-    optimizer = ft.VS2P([x], seed=7, distribution="normal", directions=3, max_nonfinite=9)
+    optimizer = ft.VS2P([x], seed=7, distribution="normal", directions=3, max_nonfinite=9, lr=1.0)
     values = {"method": "VS2P", "seed": 7, "distribution": "normal", "directions": 3}
     counts = {"steps": 0, "queries": 0, "nonfinite": 0, "plateaus": 0}
     assert {name: getattr(optimizer, name) for name in values | counts} == values | counts
@@ -147,14 +147,14 @@ def test_what_a_run_is_can_be_read_and_not_written():
 
 def test_a_step_can_be_read_at_a_glance():
     x = torch.ones(2)
-    optimizer = ft.VS2P([x])
+    optimizer = ft.VS2P([x], lr=1.0)
     optimizer.step(lambda: 0.25)
     assert str(optimizer.last_step) == "step 0: loss 0.25, gamma 0, sigma 0, t 0, 2 queries"
 
 
 def test_steps_work_outside_the_main_thread():
     model, closure = problem()
-    optimizer = ft.VS2P(model.parameters())
+    optimizer = ft.VS2P(model.parameters(), lr=1.0)
     thread = threading.Thread(target=optimizer.step, args=(closure,))
     thread.start()
     thread.join()
@@ -163,7 +163,7 @@ def test_steps_work_outside_the_main_thread():
 
 def test_vs2p_survives_gigantic_losses():
     x = torch.ones(2)
-    optimizer = ft.VS2P([x])
+    optimizer = ft.VS2P([x], lr=1.0)
     values = iter([1e200, 0.0, 3e200, 0.0])
     for _ in range(2):
         optimizer.step(lambda: next(values))

@@ -171,6 +171,7 @@ class LineSearch(Optimizer):
     def _measure_scales(self) -> None:
         """Gives groups that have not moved yet their scales."""
         if self.scale == "relative" and any(group.get("scales") is None for group in self.param_groups):
+            self.field.refresh()  # notices memory that was taken away
             scales = relative_scales([group["params"] for group in self.param_groups])
             for group, own in zip(self.param_groups, scales, strict=True):
                 if group.get("scales") is None:
