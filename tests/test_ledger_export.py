@@ -53,7 +53,7 @@ def test_the_old_name_of_a_recorded_run_warns():
 def test_ten_thousand_steps_export_to_160_kilobytes(tmp_path, path):
     """With as many tensors as GPT-2 has."""
     tensors = {f"transformer.h.{i}.attn.c_attn.weight": torch.randn(8, 16) for i in range(148)}
-    optimizer = ft.VS2P(tensors.values(), recorder=ft.Ledger(path, tensors))
+    optimizer = ft.VS2P(tensors.values(), lr=1.0, recorder=ft.Ledger(path, tensors))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10_000)
     numbers = iter(np.random.default_rng(0).normal(size=20_000).tolist())
     for _ in range(10_000):
@@ -65,6 +65,7 @@ def test_ten_thousand_steps_export_to_160_kilobytes(tmp_path, path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_an_export_takes_at_most_16_bytes_per_step(tmp_path, path, method):
+    """And 24 where the distance of probes changes."""
     recorded(path, method, steps=400, groups=False)
     sizes = []
     for until in (200, 400):
@@ -72,7 +73,7 @@ def test_an_export_takes_at_most_16_bytes_per_step(tmp_path, path, method):
             warnings.simplefilter("ignore", RuntimeWarning)
             export(path, tmp_path / f"{until}", until=until)
         sizes.append(sum(a.nbytes for n, a in load_columns(tmp_path / f"{until}").items() if "state" not in n))
-    assert sizes[1] - sizes[0] <= 16 * 200
+    assert sizes[1] - sizes[0] <= (24 if "auto" in method else 16) * 200
 
 
 def test_an_export_is_plain_columns(tmp_path, path):

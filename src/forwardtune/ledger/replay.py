@@ -130,7 +130,7 @@ def replay_steps(run: RecordedRun, mover: Mover, start: int, end: int) -> Iterat
     """Moves a mover's slots through steps `start` to `end` and yields the fraction that is done."""
     for low in range(start, end, SEGMENT):
         high = min(low + SEGMENT, end)
-        mover.chain(move for record in run.records(low, high) for move in _moves(run, record))
+        mover.chain([move for record in run.records(low, high) for move in _moves(run, record)])
         yield (high - start) / (end - start)
 
 
