@@ -50,6 +50,16 @@ def test_a_survey_comes_nearer_where_losses_are_not_finite():
     assert not auto.is_surveying(optimizer.auto)
 
 
+def test_a_survey_of_a_plateau_ends_where_it_began():
+    x = torch.ones(30)
+    optimizer = ft.VS2P([x], lr="auto")
+    for _ in range(15):
+        optimizer.step(lambda: 1.0)
+    assert not auto.is_surveying(optimizer.auto)
+    assert optimizer.auto["r"] == auto.START
+    assert torch.equal(x, torch.ones(30))
+
+
 def test_a_review_compares_the_start_of_the_trail_with_twice_its_length():
     x, optimizer, loss = bowl()
     while not auto.is_review_due(optimizer.auto):

@@ -78,6 +78,16 @@ def test_a_method_that_lacks_a_setting():
         parse(TEXT.replace('"STP"', '"S2P"'))
 
 
+def test_a_rate_may_be_left_to_the_method():
+    text = TEXT.replace("lr = [1, 4]", 'lr = "auto"')
+    (auto, *_), _ = [[run for run in plan(parse(text)) if run.seed == seed] for seed in (0, 1)]
+    assert (auto.lr, auto.decay, auto.title) == ("auto", "none", "digits-cnn VS2P lr auto seed 0")
+    assert parse(text).methods[0].queries_per_step == 2
+    assert "rho" not in parse(text).methods[0].settings
+    scaled = parse(TEXT.replace("batch = 8", 'batch = 8\nscale = "relative"'))
+    assert [method.settings["scale"] for method in scaled.methods] == ["relative", "relative"]
+
+
 def test_rates_are_not_tried_out():
     assert parse(TEXT.replace("[1e-3]", "[1e9]")).methods[1].queries_per_step == 3
 
@@ -119,6 +129,9 @@ def test_all_methods_can_be_compared():
         ('"STP"', '"STP"\nrho = 1e-3', "the method 'STP': the setting 'rho' is not known"),
         ('"VS2P"', '"VS2P"\nwindow = 1', "the method 'VS2P': window must be an integer of at least 2"),
         ("[1e-3]", "[0.0]", "lr must list different rates above zero"),
+        ("[1, 4]", '"best"', "lr must be a list with at least one entry, not 'best'"),
+        ("lr = [1, 4]", 'lr = "auto"\nrho = 1e-3', "the method 'VS2P': the setting 'rho' is not known"),
+        ("batch = 8", "batch = 8\nscale = 'log'", "the method 'VS2P': unknown scale 'log'"),
         ("[1e-3]", "[inf]", "must be finite"),
         ("[1e-3]", "[1, 1]", "lr must list different rates above zero"),
         ("lr = [1e-3]", "", "the method 'STP' has no 'lr'"),

@@ -109,5 +109,7 @@ def _after_survey(auto: Auto, record: StepRecord) -> Auto:
     linear, curved = (math.fsum(column) for column in zip(*surveyed, strict=True))
     if curved <= FELT * linear and r < 1:
         return {**auto, "r": min(1.0, 10 * r), "surveyed": ()}
+    if linear == 0:  # a plateau as far as one can see
+        return {**auto, "r": START, "surveyed": None}
     best = r * linear / (2 * curved) if curved > 0 else r
-    return {**auto, "r": best / 2 if best > 0 else r, "surveyed": None}
+    return {**auto, "r": best / 2, "surveyed": None}
