@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any, Protocol, TypedDict
 
 import torch
-from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from forwardtune.arguments import (
@@ -33,20 +32,19 @@ from forwardtune.arguments import (
     plain,
     tensors_of,
 )
-from forwardtune.auto import Auto, after_review, after_step, is_review_due, is_surveying, start, survey
+from forwardtune.auto import after_review, after_step, is_review_due, is_surveying, start, survey
 from forwardtune.buffers import Modules
 from forwardtune.errors import InvalidArgumentError, NonFiniteLossError, warn, warn_deprecated
 from forwardtune.line import Line, Offsets, Trail
-from forwardtune.noise import NOISE_VERSION, Distribution, Field, Slot
+from forwardtune.noise import NOISE_VERSION, Distribution, Field
 from forwardtune.noise.field import check_tensor
 from forwardtune.noise.mover import check_number
 from forwardtune.objective import Closure, Objective
 from forwardtune.record import Review, StepRecord
-from forwardtune.scales import SCALES, Scale, relative_scales
+from forwardtune.run_state import OLDER_RUN, RunState
+from forwardtune.scales import SCALES, Scale
 from forwardtune.search import Memory, Search, StepSearch
 
-OLDER_RUN = {"plateaus": 0, "scale": "absolute", "auto": None}
-"""What states lack that were saved before it could be chosen or was counted."""
 MANY_PLATEAUS = 20
 """This many steps without any difference in the loss are worth a warning, if they are most of the run."""
 
@@ -92,7 +90,7 @@ class RunOptions(TypedDict, total=False):
     recorder: Recorder | None
 
 
-class LineSearch(Optimizer):
+class LineSearch(RunState):
     """Base class of all methods: a subclass defines `search` and passes its settings, with defaults, to `__init__`."""
 
     search: Callable[..., Search]
@@ -120,7 +118,6 @@ class LineSearch(Optimizer):
             raise InvalidArgumentError(
                 f"recorder must be a Recorder, for instance ft.Ledger('run.ledger', model), not {self.recorder!r}"
             )
-        self._field: Field | None = None
         self._modules = Modules()
         is_auto = isinstance(defaults["lr"], str) and defaults["lr"] == "auto"
         scale = run.get("scale", "relative" if is_auto else "absolute")
@@ -145,96 +142,6 @@ class LineSearch(Optimizer):
             self.settings_at(1.0, self.defaults)  # refuses methods without a size to find
         if not self.field.dimension:  # making the field also checks distribution, backend and parameters
             raise InvalidArgumentError("the parameters have no elements; there is nothing to tune")
-
-    @property
-    def _run(self) -> dict[str, Any]:
-        """The run's counters and options; every group holds them, since `state_dict` saves nothing but groups."""
-        run: dict[str, Any] = self.param_groups[0]["run"]
-        return run
-
-    @_run.setter
-    def _run(self, value: dict[str, Any]) -> None:
-        for group in self.param_groups:
-            group["run"] = value
-
-    @property
-    def field(self) -> Field:
-        """The noise over all parameters."""
-        params = [group["params"] for group in self.param_groups]
-        if self._field is None or not self._field.covers(params):
-            scales = [group.get("scales") or [1.0] * len(group["params"]) for group in self.param_groups]
-            self._field = Field(
-                params, seed=self.seed, distribution=self.distribution, backend=self.backend, scales=scales
-            )
-        return self._field
-
-    def _measure_scales(self) -> None:
-        """Gives groups that have not moved yet their scales."""
-        if self.scale == "relative" and any(group.get("scales") is None for group in self.param_groups):
-            self.field.refresh()  # notices memory that was taken away
-            scales = relative_scales([group["params"] for group in self.param_groups])
-            for group, own in zip(self.param_groups, scales, strict=True):
-                if group.get("scales") is None:
-                    group["scales"] = own
-            self._field = None
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        """The tensors that the latest step moved, each with its number and group."""
-        return (self._field or self.field).slots
-
-    @property
-    def method(self) -> str:
-        """The method's name, as a `state_dict` has it."""
-        return str(self._run["method"])
-
-    @property
-    def seed(self) -> int:
-        """The seed of the noise."""
-        return int(self._run["seed"])
-
-    @property
-    def auto(self) -> Auto | None:
-        """What is known of the size of steps, if it is found while training; see :mod:`forwardtune.auto`."""
-        auto: Auto | None = self._run["auto"]
-        return auto
-
-    @property
-    def scale(self) -> Scale:
-        """The units of offsets."""
-        scale: Scale = self._run["scale"]
-        return scale
-
-    @property
-    def distribution(self) -> Distribution:
-        """The distribution of the directions' elements."""
-        distribution: Distribution = self._run["distribution"]
-        return distribution
-
-    @property
-    def directions(self) -> int:
-        """How many directions a step searches."""
-        return int(self._run["directions"])
-
-    @property
-    def steps(self) -> int:
-        """Steps of this run so far, taken or not; also the number of the next step."""
-        return int(self._run["step"])
-
-    @property
-    def queries(self) -> int:
-        """Queries of this run so far: how often the closure was called."""
-        return int(self._run["queries"])
-
-    @property
-    def nonfinite(self) -> int:
-        """Consecutive steps, up to the latest, that were not taken because of a bad loss or offset."""
-        return int(self._run["nonfinite"])
-
-    @property
-    def plateaus(self) -> int:
-        """Steps of this run that saw the same loss at all their probes."""
-        return int(self._run["plateaus"])
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -1,0 +1,111 @@
+"""What an optimizer knows of its run: options and counters that travel with the parameter groups, and the noise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from forwardtune.auto import Auto
+from forwardtune.noise import Distribution, Field, Slot
+from forwardtune.scales import Scale, relative_scales
+
+OLDER_RUN = {"plateaus": 0, "scale": "absolute", "auto": None}
+"""What states lack that were saved before it could be chosen or was counted."""
+
+
+class RunState(Optimizer):
+    """The part of every optimizer that is the same whatever its search."""
+
+    backend: str
+    _field: Field | None = None
+
+    @property
+    def _run(self) -> dict[str, Any]:
+        """The run's counters and options; every group holds them, since `state_dict` saves nothing but groups."""
+        run: dict[str, Any] = self.param_groups[0]["run"]
+        return run
+
+    @_run.setter
+    def _run(self, value: dict[str, Any]) -> None:
+        for group in self.param_groups:
+            group["run"] = value
+
+    @property
+    def field(self) -> Field:
+        """The noise over all parameters."""
+        params = [group["params"] for group in self.param_groups]
+        if self._field is None or not self._field.covers(params):
+            scales = [group.get("scales") or [1.0] * len(group["params"]) for group in self.param_groups]
+            self._field = Field(
+                params, seed=self.seed, distribution=self.distribution, backend=self.backend, scales=scales
+            )
+        return self._field
+
+    def _measure_scales(self) -> None:
+        """Gives groups that have not moved yet their scales."""
+        if self.scale == "relative" and any(group.get("scales") is None for group in self.param_groups):
+            self.field.refresh()  # notices memory that was taken away
+            scales = relative_scales([group["params"] for group in self.param_groups])
+            for group, own in zip(self.param_groups, scales, strict=True):
+                if group.get("scales") is None:
+                    group["scales"] = own
+            self._field = None
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The tensors that the latest step moved, each with its number and group."""
+        return (self._field or self.field).slots
+
+    @property
+    def method(self) -> str:
+        """The method's name, as a `state_dict` has it."""
+        return str(self._run["method"])
+
+    @property
+    def seed(self) -> int:
+        """The seed of the noise."""
+        return int(self._run["seed"])
+
+    @property
+    def auto(self) -> Auto | None:
+        """What is known of the size of steps, if it is found while training; see :mod:`forwardtune.auto`."""
+        auto: Auto | None = self._run["auto"]
+        return auto
+
+    @property
+    def scale(self) -> Scale:
+        """The units of offsets."""
+        scale: Scale = self._run["scale"]
+        return scale
+
+    @property
+    def distribution(self) -> Distribution:
+        """The distribution of the directions' elements."""
+        distribution: Distribution = self._run["distribution"]
+        return distribution
+
+    @property
+    def directions(self) -> int:
+        """How many directions a step searches."""
+        return int(self._run["directions"])
+
+    @property
+    def steps(self) -> int:
+        """Steps of this run so far, taken or not; also the number of the next step."""
+        return int(self._run["step"])
+
+    @property
+    def queries(self) -> int:
+        """Queries of this run so far: how often the closure was called."""
+        return int(self._run["queries"])
+
+    @property
+    def nonfinite(self) -> int:
+        """Consecutive steps, up to the latest, that were not taken because of a bad loss or offset."""
+        return int(self._run["nonfinite"])
+
+    @property
+    def plateaus(self) -> int:
+        """Steps of this run that saw the same loss at all their probes."""
+        return int(self._run["plateaus"])
