@@ -68,7 +68,9 @@ def _judged(score: WorkloadScore) -> list[tuple[MethodScore, str]]:
 
 
 def _label(score: MethodScore) -> str:
-    return f"{score.method.title}, lr {rate_name(score.best.lr)}" if score.best else score.method.title
+    if score.best is None or score.method.is_auto:
+        return score.method.title
+    return f"{score.method.title}, lr {rate_name(score.best.lr)}"
 
 
 def _curves(
