@@ -39,6 +39,8 @@ bench: install
 	$(BIN)/python -m benchmarks.memory --json results/memory.json
 	$(BIN)/python -m benchmarks.scaling --json results/scaling.json
 	$(BIN)/python -m benchmarks.replay --json results/replay.json
+	$(BIN)/python -m benchmarks.backpropagation --json results/backpropagation.json
+	$(BIN)/python -m benchmarks.auto --json results/auto.json
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
