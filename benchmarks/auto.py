@@ -1,6 +1,6 @@
 """What `lr="auto"` does not depend on: where its survey starts, the units of the loss, the units of the layers.
 
-The network of the preset `digits`, 2,000 queries, the mean final training loss over five seeds. Each row changes one thing.
+The network of the preset `digits`, 2,000 queries, mean final training loss over five seeds; a row changes one thing.
 
     python -m benchmarks.auto [--json FILE]
 """
