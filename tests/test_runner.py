@@ -115,12 +115,16 @@ class StopError(Exception):
     pass
 
 
+AUTO = TEXT.replace("lr = [1, 4]", 'lr = "auto"').replace("queries = 60", "queries = 120")
+
+
+@pytest.mark.parametrize("text", [TEXT, AUTO], ids=["a rate", "auto"])
 @pytest.mark.parametrize(
     "moment", [(Started, 1), (Evaluated, 1), (Evaluated, 3), (Progressed, 2), (Progressed, 29), (Evaluated, 5)]
 )
-def test_a_run_that_was_stopped_resumes(tmp_path, moment, monkeypatch):
+def test_a_run_that_was_stopped_resumes(tmp_path, text, moment, monkeypatch):
     monkeypatch.setattr("forwardtune.experiments.runner.PAUSE", 0.0)
-    run = plan(parse())[0]
+    run = plan(parse(text))[0]
     make(run, Store(tmp_path / "whole"))
     seen = []
 
@@ -280,9 +284,6 @@ def test_a_checkpoint_that_was_replaced_is_another_base(tmp_path):
         compare(parse(text), store, Tasks(sources, "cpu"), Machine())
 
 
-AUTO = TEXT.replace("lr = [1, 4]", 'lr = "auto"').replace("queries = 60", "queries = 120")
-
-
 def test_a_run_without_a_rate_keeps_to_its_budget(tmp_path):
     run, store = plan(parse(AUTO))[0], Store(tmp_path / "store")
     result = make(run, store)
@@ -292,25 +293,6 @@ def test_a_run_without_a_rate_keeps_to_its_budget(tmp_path):
         assert 30 * i <= queries < 30 * i + 4
     assert result.curve.queries[-1] == result.queries
     assert result.run.lr == "auto"
-
-
-@pytest.mark.parametrize("moment", [(Evaluated, 2), (Progressed, 30), (Evaluated, 5)])
-def test_a_run_without_a_rate_that_was_stopped_resumes(tmp_path, moment, monkeypatch):
-    monkeypatch.setattr("forwardtune.experiments.runner.PAUSE", 0.0)
-    run = plan(parse(AUTO))[0]
-    make(run, Store(tmp_path / "whole"))
-    seen = []
-
-    def stop(event):
-        seen.append(type(event))
-        if seen.count(moment[0]) == moment[1] and type(event) is moment[0]:
-            raise StopError
-
-    store = Store(tmp_path / "stopped")
-    with pytest.raises(StopError):
-        make(run, store, stop)
-    make(run, store)
-    assert outcomes(tmp_path / "stopped") == outcomes(tmp_path / "whole")
 
 
 def test_global_random_numbers_are_left_alone(tmp_path):
