@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 import forwardtune as ft
 from forwardtune import auto
 from forwardtune.errors import InvalidArgumentError
+from forwardtune.line import Line
 from forwardtune.record import Review
 from tests.helpers.optimizers import loss_of, problem, weights
 
@@ -42,18 +44,73 @@ def test_the_survey_finds_half_the_best_step(monkeypatch, start):
 def test_a_survey_comes_nearer_where_losses_are_not_finite():
     x = torch.full((50,), 0.5, dtype=torch.float64)
     optimizer = ft.VS2P([x], lr="auto", scale="absolute")
+
+    def loss():
+        return torch.tensor(math.inf) if (x - 0.5).abs().max() > 5e-3 else (x * x).sum()
+
     with pytest.warns(RuntimeWarning, match="Step not taken"):
-        optimizer.step(lambda: torch.tensor(math.inf) if (x - 0.5).abs().max() > 5e-3 else (x * x).sum())
+        optimizer.step(loss)
     assert optimizer.auto["r"] == pytest.approx(1e-3)
-    for _ in range(20):
-        optimizer.step(lambda: (x * x).sum())
+    for _ in range(6):  # it does not go out to the wall again
+        optimizer.step(loss)
     assert not auto.is_surveying(optimizer.auto)
+    assert optimizer.auto["r"] <= 1e-3
+
+
+def test_a_line_without_curvature_has_no_size_out_of_rounding():
+    for seed in range(6):
+        x, c = torch.ones(40), torch.randn(40, generator=torch.Generator().manual_seed(seed))
+        optimizer = ft.VS2P([x], lr="auto", seed=seed)
+        while auto.is_surveying(optimizer.auto):
+            optimizer.step(lambda x=x, c=c: x @ c)
+        assert optimizer.auto["r"] <= 0.5
+
+
+def test_a_step_that_is_not_taken_halves_the_size():
+    """A barrier from which every run would otherwise bounce to its end."""
+    x = torch.ones(20, dtype=torch.float64)
+    optimizer = ft.VS2P([x], lr="auto", scale="absolute")
+    for _ in range(600):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            optimizer.step(lambda: (x - 0.05 * x.log()).sum())
+    assert (x > 0).all()
+    assert float(x.sum()) < 6
+
+
+def test_an_error_rate_does_not_stay_on_its_plateau():
+    """Flat steps make the size larger until a difference is seen."""
+    x = torch.zeros(30)
+    optimizer = ft.VS2P([x], lr="auto", scale="absolute")
+    goal = torch.randn(30, generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for _ in range(400):
+            optimizer.step(lambda: ((x - goal).abs() > 0.5).float().mean())
+    assert optimizer.plateaus < 200
+    assert ((x - goal).abs() > 0.5).float().mean() < 0.5
+
+
+def test_a_group_that_is_added_is_not_part_of_a_review_of_steps_before():
+    model, loss = problem()
+    optimizer = ft.VS2P(list(model.parameters())[:2], lr="auto")
+    while len(optimizer.auto["trail"]) < 7:
+        optimizer.step(loss)
+    optimizer.add_param_group({"params": list(model.parameters())[2:]})
+    assert (optimizer.auto["trail"], optimizer.auto["since"]) == ((), 0)
+    for _ in range(25):
+        optimizer.step(loss)
+    assert optimizer.auto["reviews"] >= 2
+    frozen = list(model.parameters())[3]
+    frozen.requires_grad_(False)
+    optimizer.step(loss)
+    assert len(optimizer.auto["trail"]) == 1
 
 
 def test_a_survey_of_a_plateau_ends_where_it_began():
     x = torch.ones(30)
     optimizer = ft.VS2P([x], lr="auto")
-    for _ in range(15):
+    for _ in range(12):
         optimizer.step(lambda: 1.0)
     assert not auto.is_surveying(optimizer.auto)
     assert optimizer.auto["r"] == auto.START
@@ -123,12 +180,13 @@ def test_reviews_cost_less_than_a_tenth(method):
 
 @BOTH
 @pytest.mark.parametrize("directions", [1, 2])
-def test_a_run_resumed_from_a_state_equals_one_that_was_not_stopped(method, directions):
+@pytest.mark.parametrize("stop", [1, 27])
+def test_a_run_resumed_from_a_state_equals_one_that_was_not_stopped(method, directions, stop):
     model, loss = problem()
     groups = [{"params": list(model.parameters())[:2], "lr": 0.5}, {"params": list(model.parameters())[2:]}]
     optimizer = method(groups, lr="auto", directions=directions)
     for step in range(55):
-        if step in (2, 27):
+        if step == stop:
             other = copy.deepcopy(model)
             state = copy.deepcopy(optimizer.state_dict())
             generator = torch.get_rng_state()
@@ -137,7 +195,7 @@ def test_a_run_resumed_from_a_state_equals_one_that_was_not_stopped(method, dire
     again = method(other_groups, lr="auto", directions=directions)
     again.load_state_dict(state)
     torch.set_rng_state(generator)
-    for _ in range(27, 55):
+    for _ in range(stop, 55):
         again.step(loss_of(other))
     assert torch.equal(weights(other), weights(model))
     assert again.auto == optimizer.auto
@@ -173,6 +231,26 @@ def test_a_closure_that_raises_during_a_review(failing, tmp_path):
     resumed, step = ft.resume(again, tmp_path / "run.ledger")
     assert (step, resumed.auto) == (optimizer.steps, optimizer.auto)
     resumed.recorder.close()
+
+
+def test_an_interrupt_before_a_review_moves_anything(tmp_path, monkeypatch):
+    model, loss = problem()
+    base = copy.deepcopy(model)
+    optimizer = ft.VS2P(model.named_parameters(), lr="auto", recorder=ft.Ledger(tmp_path / "run.ledger", model))
+    while not auto.is_review_due(optimizer.auto):
+        optimizer.step(loss)
+
+    def interrupted(line, part):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Line, "goto_along", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step(loss)
+    for _ in range(15):
+        optimizer.step(loss)
+    optimizer.recorder.close()
+    assert torch.equal(weights(ft.replay(copy.deepcopy(base), tmp_path / "run.ledger")), weights(model))
 
 
 def test_a_ledger_that_begins_in_the_middle_knows_the_trail(tmp_path):
@@ -211,8 +289,12 @@ def test_an_lr_beside_auto_is_a_factor():
 def test_methods_without_a_size_to_find():
     with pytest.raises(InvalidArgumentError, match="S2P has no lr='auto'; give it a number"):
         ft.S2P([torch.ones(3)], lr="auto", step_size="dynamic", L=1.0)
-    with pytest.raises(InvalidArgumentError, match="lr must be a number, zero or above and finite, not 'auto'"):
+    with pytest.raises(InvalidArgumentError, match="pass lr='auto' to VS2P; the lr of a group is a number"):
         ft.VS2P([{"params": [torch.ones(3)], "lr": "auto"}], lr=1.0)
+    with pytest.raises(InvalidArgumentError, match="leave rho out of the groups"):
+        ft.VS2P([{"params": [torch.ones(3)], "rho": 0.1}], lr="auto")
+    with pytest.raises(InvalidArgumentError, match="leave rho out, or give an lr"):
+        ft.VS2P([torch.ones(3)], lr="auto", rho=0.1)
     with pytest.raises(InvalidArgumentError, match="lr must be a number, zero or above and finite, not 'best'"):
         ft.VS2P([torch.ones(3)], lr="best")
 

@@ -104,3 +104,25 @@ def test_what_does_not_fit_into_memory_is_refused():
     ):
         check_fits(10**18, "big", torch.device("cpu"))
     check_fits(1, "small", torch.device("cpu"))
+
+
+def test_without_a_rate_it_is_found_while_training(tmp_path):
+    args = ForwardTrainingArguments(str(tmp_path))
+    assert (args.auto, args.learning_rate, args.lr_scheduler_type) == (True, 1.0, "constant")
+    optimizer = args.optimizer([torch.ones(3)])
+    assert optimizer.auto is not None
+    assert optimizer.scale == "relative"
+    given = ForwardTrainingArguments(str(tmp_path), learning_rate=2.0)
+    assert (given.auto, given.lr_scheduler_type) == (False, "linear")
+    assert given.optimizer([torch.ones(3)]).auto is None
+    assert not ForwardTrainingArguments(str(tmp_path), method="MeZO").auto
+    assert ForwardTrainingArguments(str(tmp_path), method="STP", auto=False).learning_rate == 1e-3
+    factor = ForwardTrainingArguments(str(tmp_path), auto=True, learning_rate=0.5)
+    assert factor.optimizer([torch.ones(3)]).param_groups[0]["lr"] == 0.5
+    for wrong, complaint in (
+        ({"method": "MeZO", "auto": True}, "MeZO cannot find its step size; give it a learning_rate"),
+        ({"auto": True, "rho": 0.1}, "rho is found while training, too"),
+        ({"scale": "log"}, "scale 'log' is not known"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=complaint):
+            ForwardTrainingArguments(str(tmp_path), **wrong)

@@ -9,13 +9,14 @@ from forwardtune.errors import InvalidArgumentError, LedgerError
 from tests.helpers.trainers import classifier, sentences, trained, trainer, weights
 
 
-@pytest.mark.parametrize("method", ["MeZO", "vs2p", "STP"])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, method):
-    """Bit for bit, with dropout, a scheduler, accumulation and a ledger."""
-    rates = {"MeZO": 1e-2, "vs2p": 2.0, "STP": 1e-2}
+@pytest.mark.parametrize(("method", "rate"), [("MeZO", 1e-2), ("vs2p", 2.0), ("STP", 1e-2), ("VS2P", None)])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, method, rate, monkeypatch):
+    """Bit for bit, with dropout, a scheduler, accumulation and a ledger; without a rate, across reviews."""
+    monkeypatch.setattr("forwardtune.auto.SURVEYS", 1)
+    monkeypatch.setattr("forwardtune.auto.SPAN", 2)
     settings = {
         "method": method,
-        "learning_rate": rates[method],
+        "learning_rate": rate,
         "rho": 1e-3,
         "save_strategy": "steps",
         "save_steps": 4,

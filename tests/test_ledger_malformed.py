@@ -82,6 +82,17 @@ MALFORMED = {
     "settings": (lambda header: journal(group(header, settings=[1])), "header is invalid .a group's settings"),
     "memory": (lambda header: journal(group(header, memory=3)), "header is invalid .a group's settings"),
     "names": (lambda header: journal(group(header, names=[1])), "header is invalid .a group's names"),
+    "auto": (lambda header: journal({**header, "auto": 5}), "header is invalid .auto"),
+    "scale": (lambda header: journal({**header, "scale": "log"}), "header is invalid .scale 'log'"),
+    "scale of a parameter": (lambda header: journal(parameter(header, scale=0)), "header is invalid .scale 0"),
+    "a long review": (
+        lambda header: journal(header, numbers(16, 4, 1000, 1, 1, *SETTINGS, 0, 1, 1, 0, 1, 1, 1)),
+        "step 0 .* is invalid .a review of 1000 steps",
+    ),
+    "a review of nothing": (
+        lambda header: journal(header, numbers(16, 4, 3, 1, 1, *SETTINGS, 0, 1, 1, 0, 1, 1, 1)),
+        "step 0 .* is invalid: it reviews steps that are not in it",
+    ),
     "half a number": (lambda header: journal(header, numbers(*range(9))[:-3]), "step 0 .* is invalid .unpack requires"),
     "too few numbers": (lambda header: journal(header, numbers(0, 2, 5)), r"step 0 .* is invalid .zip\(\) argument 2"),
     "not a count": (

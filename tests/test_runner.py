@@ -285,6 +285,10 @@ def test_a_checkpoint_that_was_replaced_is_another_base(tmp_path):
 
 
 def test_a_run_without_a_rate_keeps_to_its_budget(tmp_path):
+    many = AUTO.replace("batch = 8", "batch = 8\ndirections = 8").replace("evaluations = 4", "evaluations = 2")
+    assert make(plan(parse(many))[0], Store(tmp_path / "many")).queries <= 120
+    with pytest.raises(ExperimentError, match="59 queries are too few for VS2P to find its rate"):
+        parse(AUTO.replace("queries = 120", "queries = 59"))
     run, store = plan(parse(AUTO))[0], Store(tmp_path / "store")
     result = make(run, store)
     assert 117 <= result.queries <= 120

@@ -17,7 +17,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 def test_a_scale_is_the_tensors_own_size():
     tensors = [[torch.randn(300, 40, generator=GENERATOR) * size for size in (1e-3, 1.0)], [torch.full((7,), -0.25)]]
-    (small, one), (quarter,) = relative_scales(tensors)
+    small, one, quarter = relative_scales([*tensors[0], *tensors[1]])
     assert small == pytest.approx(root_mean_square(tensors[0][0]), rel=2**-8)
     assert one == pytest.approx(1.0, rel=0.02)
     assert quarter == 0.25
@@ -26,18 +26,18 @@ def test_a_scale_is_the_tensors_own_size():
 def test_a_scale_does_not_depend_on_the_order_of_sums():
     """It is rounded to eight bits, so that machines with another number of threads agree."""
     x = torch.randn(10_000, generator=GENERATOR)
-    (a,), (b,) = relative_scales([[x]]), relative_scales([[x.flip(0)]])
+    (a,), (b,) = relative_scales([x]), relative_scales([x.flip(0)])
     assert a == b
-    assert math.ldexp(math.frexp(a[0])[0], 8).is_integer()
+    assert math.ldexp(math.frexp(a)[0], 8).is_integer()
 
 
 def test_what_is_zero_takes_the_median_of_the_others():
     a, b, c, zero = torch.full((4,), 0.5), torch.full((4,), 2.0), torch.full((4,), 8.0), torch.zeros(3, 3)
-    assert relative_scales([[a, zero], [b, c]]) == [(0.5, 2.0), (2.0, 8.0)]
-    assert relative_scales([[torch.zeros(10, 16)]]) == [(0.25,)]  # nothing to go by but the fan-in
-    assert relative_scales([[torch.zeros(64)]]) == [(0.125,)]
+    assert relative_scales([a, zero, b, c]) == [0.5, 2.0, 2.0, 8.0]
+    assert relative_scales([torch.zeros(10, 16)]) == [0.25]  # nothing to go by but the fan-in
+    assert relative_scales([torch.zeros(64)]) == [0.125]
     tiny = torch.full((4,), 1e-30)
-    assert relative_scales([[tiny, b, c]])[0][0] == pytest.approx(2e-3, rel=2**-8)  # a thousandth of the median
+    assert relative_scales([tiny, b, c])[0] == pytest.approx(2e-3, rel=2**-8)  # a thousandth of the median
 
 
 def test_a_strided_or_half_precision_tensor_is_measured_alike():
@@ -117,7 +117,7 @@ def test_scales_are_measured_at_the_first_step_and_stay():
     model.first.weight.data *= 4
     optimizer.step(lambda: F.cross_entropy(model(X), Y))
     assert optimizer.param_groups[0]["scales"] == scales
-    extra = torch.full((5,), 3.0)
+    extra = torch.full((5,), 3.0, requires_grad=True)
     optimizer.add_param_group({"params": [extra]})
     optimizer.step(lambda: F.cross_entropy(model(X), Y))
     assert optimizer.param_groups[1]["scales"] == (3.0,)
@@ -136,6 +136,21 @@ def test_a_state_of_before_there_were_scales_is_an_absolute_run():
     assert (again.scale, again.auto) == ("absolute", None)
     again.step(lambda: F.cross_entropy(model(X), Y))
     assert again.slots[0].scale == 1.0
+
+
+def test_frozen_tensors_do_not_count():
+    """So an adapter's zeros take the size of the adapter, also where the whole model's parameters are given."""
+    base, a, b = torch.full((9,), 50.0), torch.full((3,), 0.25, requires_grad=True), torch.zeros(3, requires_grad=True)
+    optimizer = ft.VS2P([base, a, b], lr="auto")
+    optimizer.step(lambda: (a * b).sum().detach())
+    assert optimizer.param_groups[0]["scales"] == (1.0, 0.25, 0.25)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_that_are_not_finite(bad):
+    x = torch.tensor([1.0, bad])
+    with pytest.raises(InvalidArgumentError, match=r"a parameter of shape \(2,\) has weights that are not finite"):
+        ft.VS2P([x], lr="auto").step(lambda: 1.0)
 
 
 def test_an_unknown_scale():

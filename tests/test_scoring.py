@@ -9,6 +9,7 @@ from scipy import stats
 from forwardtune.experiments import scoring, summary
 from forwardtune.experiments import spec as specs
 from forwardtune.experiments.intervals import Interval, bootstrap_mean, paired, resamples, student
+from forwardtune.experiments.report.charts import charts
 from forwardtune.experiments.result import Curve
 from forwardtune.experiments.scoring import MethodScore, RateScore, WorkloadScore
 from forwardtune.tasks import Scores
@@ -201,3 +202,16 @@ def test_numbers():
     }
     for value, text in shown.items():
         assert summary.number(value) == text
+
+
+def test_an_automatic_rate_is_ranked_beside_a_grid():
+    """Also where both have the same loss, and where other workloads have one rate only."""
+    auto = specs.parse(TEXT.replace("[1, 4]", '"auto"'), "test", Path()).methods[0]
+    scores = (MethodScore(auto, (RateScore("auto", (flat(1.0),)),)), method({1.0: [flat(1.0)]}, STP))
+    workload = WorkloadScore(SPEC.workloads[0], scores)
+    assert [score.method.label for score in workload.ranking] == ["VS2P", "STP"]
+    assert {chart.name for chart in charts(workload)} >= {"loss", "sensitivity"}
+    one_of_two = WorkloadScore(SPEC.workloads[0], (method({4.0: [flat(1.0)]}),))
+    assert [
+        list(series.x) for chart in charts(one_of_two) if chart.name == "sensitivity" for series in chart.series
+    ] == [[1]]

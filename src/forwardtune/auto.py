@@ -5,7 +5,8 @@ One number, `r`, is how far a step probes and how far it moves at most. A run fi
 *Survey.* The first steps probe at `+r`, `-r` and 0 and do not move. Along a parabola with slope `gamma` and curvature
 `h`, half the difference of the outer losses is `L = r abs(gamma)`, and what their mean lies above the middle one is
 `Q = r^2 h/2`. The best step is `abs(gamma)/h = r L/(2 Q)`. Of sums over a few steps this is the size to begin with,
-halved, since each slope is that of one batch. If `Q` is not felt beside `L`, the survey goes on ten times further out.
+halved, since each slope is that of one batch. Where `Q` is negligible compared with `L`, or most probes see no
+difference at all, the survey goes on ten times further out; after a loss that is not finite, ten times nearer.
 
 *Review.* Every `SPAN` steps the loss of a new batch is queried where the last `SPAN` steps began, and where they would
 have led had they been twice as long. If it still falls between the two, the steps were too short; if it rises, they
@@ -14,7 +15,8 @@ were too long; on a parabola the two are equal exactly if the steps had the best
     r *= exp(gain * clip(u/median(abs(u)), -1, 1)),    u = f(before) - f(beyond)
 
 with a gain that falls. As training goes on and slopes drown in the noise of batches the best step becomes smaller, and
-`r` with it: no schedule is needed, and no length of the run.
+`r` with it: no schedule is needed, and no length of the run. A step that is not taken halves `r`, and one whose probes
+all see the same loss, as those of an accuracy may, makes it a little larger.
 
 Everything here is plain floats. The state is a dictionary of plain values that is never modified in place.
 """
@@ -38,6 +40,8 @@ SPAN = 10
 """Steps from review to review, and in each review: two queries in ten steps."""
 GAIN, LEAST_GAIN, FADE = 0.3, 0.1, 10
 """A review changes log(r) by at most GAIN/sqrt(1 + reviews/FADE), but at least by LEAST_GAIN."""
+FLAT = 1.05
+"""What `r` is multiplied by after a step whose probes all saw the same loss."""
 RECENT = 30
 """Reviews whose size a new one is compared with."""
 
@@ -45,8 +49,12 @@ Auto = dict[str, Any]
 
 
 def start() -> Auto:
-    """The state of a run that begins. `surveyed` has (L, Q) of the surveys at `r` so far; None when they are done."""
-    return {"r": START, "surveyed": (), "reviews": 0, "sizes": (), "since": 0, "trail": ()}
+    """The state of a run that begins.
+
+    `surveyed` has (L, Q) of the surveys at `r` so far; it is None when they are done. `ceiling` is a size at which a
+    loss was not finite. `trail` has the destinations of the last steps, of which `since` came after the last review.
+    """
+    return {"r": START, "surveyed": (), "ceiling": None, "reviews": 0, "sizes": (), "since": 0, "trail": ()}
 
 
 def survey(memory: Memory, *, r: float) -> Search:
@@ -82,16 +90,21 @@ def after_review(auto: Auto, review: Review | None) -> Auto:
 def after_step(auto: Auto, record: StepRecord) -> Auto:
     """The state after a step that made this record."""
     auto = after_review(auto, record.review)
-    if record.raised:
-        return _trailing(auto, record)
     if is_surveying(auto):
-        return _after_survey(auto, record)
+        return auto if record.raised else _after_survey(auto, record)
+    if not record.taken and not record.raised:
+        auto = {**auto, "r": auto["r"] / 2}
+    elif record.is_flat:
+        auto = {**auto, "r": auto["r"] * FLAT}
     return _trailing(auto, record)
 
 
+def without_trail(auto: Auto) -> Auto:
+    """The state of a run whose tensors have changed, so that earlier steps are not to be reviewed."""
+    return {**auto, "trail": (), "since": 0}
+
+
 def _trailing(auto: Auto, record: StepRecord) -> Auto:
-    if is_surveying(auto):
-        return auto
     trail = (*auto["trail"], (record.step, tuple(record.destination().values())))[-SPAN:]
     return {**auto, "trail": trail, "since": auto["since"] + 1}
 
@@ -99,7 +112,7 @@ def _trailing(auto: Auto, record: StepRecord) -> Auto:
 def _after_survey(auto: Auto, record: StepRecord) -> Auto:
     r = auto["r"]
     if not record.taken:  # a loss was not finite: nearer
-        return {**auto, "r": r / 10, "surveyed": ()}
+        return {**auto, "r": r / 10, "surveyed": (), "ceiling": r}
     surveyed = auto["surveyed"]
     for groups in record.lines:
         plus, minus, here = groups[0].losses
@@ -107,9 +120,10 @@ def _after_survey(auto: Auto, record: StepRecord) -> Auto:
     if len(surveyed) < SURVEYS:
         return {**auto, "surveyed": surveyed}
     linear, curved = (math.fsum(column) for column in zip(*surveyed, strict=True))
-    if curved <= FELT * linear and r < 1:
-        return {**auto, "r": min(1.0, 10 * r), "surveyed": ()}
+    felt = curved > FELT * linear and 2 * sum(slope > 0 for slope, _ in surveyed) > len(surveyed)
+    further = min(1.0, 10 * r)
+    if not felt and further > r and (auto["ceiling"] is None or further < auto["ceiling"]):
+        return {**auto, "r": further, "surveyed": ()}
     if linear == 0:  # a plateau as far as one can see
         return {**auto, "r": START, "surveyed": None}
-    best = r * linear / (2 * curved) if curved > 0 else r
-    return {**auto, "r": best / 2, "surveyed": None}
+    return {**auto, "r": (r * linear / (2 * curved) if felt else r) / 2, "surveyed": None}

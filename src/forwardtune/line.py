@@ -10,7 +10,6 @@ its offsets and gives the same bits every time.
 from __future__ import annotations
 
 import _signal  # below `signal`, without its conversions to enums, which would dominate a small model's step
-import math
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +39,7 @@ class Line:
 
     def __init__(self, field: Field, step: int, groups: int, trail: Trail = ()) -> None:
         self.field, self._step, self._trail = field, step, trail
-        self._along = 1.0
+        self._along, self.reviewing = 1.0, False
         self.settled = False
         self._zero = (0.0,) * groups
         self._position: Position = {}
@@ -56,7 +55,6 @@ class Line:
         try:
             if kind is not None and not self.settled:
                 self.goto({})
-                self.goto_along(1.0)
         finally:
             self.field.touch()
             self._interrupts.give_back()
@@ -75,6 +73,7 @@ class Line:
         self._interrupts.hold = True
         try:
             moves = list(moves_along(self._trail, self._along, part, self._zero))
+            self.reviewing = True
             if moves:
                 self.field.mover.chain(moves)
             self._along = part
@@ -86,18 +85,18 @@ class Line:
 
         They always take the same path, even if a query raises, so that a review is described by its trail alone.
         """
-        losses = [math.nan, math.nan]
+        losses, left = [], list(REVIEWED_AT)
         try:
-            for i, part in enumerate(REVIEWED_AT):
-                self.goto_along(part)
-                losses[i] = query()
-        except BaseException:
-            for part in REVIEWED_AT[REVIEWED_AT.index(self._along) + 1 :]:
-                self.goto_along(part)
-            raise
+            while left:
+                self.goto_along(left[0])
+                losses.append(query())
+                left.pop(0)
         finally:
-            self.goto_along(1.0)
-        return losses[0], losses[1]
+            if self.reviewing:
+                for part in (*left, 1.0):
+                    self.goto_along(part)
+        before, beyond = losses
+        return before, beyond
 
     def settle(self, target: Position, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Moves the weights for good: nothing interrupts the step from the call of `before` until the line is left.

@@ -32,7 +32,7 @@ from forwardtune.arguments import (
     plain,
     tensors_of,
 )
-from forwardtune.auto import after_review, after_step, is_review_due, is_surveying, start, survey
+from forwardtune.auto import after_review, after_step, is_review_due, is_surveying, start, survey, without_trail
 from forwardtune.buffers import Modules
 from forwardtune.errors import InvalidArgumentError, NonFiniteLossError, warn, warn_deprecated
 from forwardtune.line import Line, Offsets, Trail
@@ -97,6 +97,8 @@ class LineSearch(RunState):
     _settings: tuple[str, ...]
     last_step: StepRecord | None = None
     recorder: Recorder | None = None
+    _is_auto = False
+    _moving: list[tuple[int, int]] | None = None
     _warned = False
     _warned_of_plateaus = False
 
@@ -119,7 +121,7 @@ class LineSearch(RunState):
                 f"recorder must be a Recorder, for instance ft.Ledger('run.ledger', model), not {self.recorder!r}"
             )
         self._modules = Modules()
-        is_auto = isinstance(defaults["lr"], str) and defaults["lr"] == "auto"
+        self._is_auto = is_auto = isinstance(defaults["lr"], str) and defaults["lr"] == "auto"
         scale = run.get("scale", "relative" if is_auto else "absolute")
         if scale not in SCALES:
             raise InvalidArgumentError(f"unknown scale {scale!r}; choose one of {', '.join(SCALES)}")
@@ -168,6 +170,10 @@ class LineSearch(RunState):
         if "params" not in param_group:
             keys = ", ".join(param_group) or "nothing"
             raise InvalidArgumentError(f"a parameter group has no 'params', only {keys}; give it a list of parameters")
+        if self._is_auto and "rho" in param_group:
+            raise InvalidArgumentError("lr='auto' finds the distance of probes; leave rho out of the groups")
+        if param_group.get("lr") == "auto":
+            raise InvalidArgumentError(f"pass lr='auto' to {type(self).__name__}; the lr of a group is a number")
         misplaced = param_group.keys() & RunOptions.__annotations__.keys()
         if misplaced:
             raise InvalidArgumentError(
@@ -186,6 +192,12 @@ class LineSearch(RunState):
         if self.param_groups and "run" in self.param_groups[0]:
             param_group["run"] = self._run
         super().add_param_group(param_group)
+        self._forget_trail()
+
+    def _forget_trail(self) -> None:
+        """Leaves earlier steps out of reviews, since they did not move what moves now."""
+        if self.param_groups and self.param_groups[0].get("run", {}).get("auto"):
+            self._run = {**self._run, "auto": without_trail(self._run["auto"])}
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
@@ -205,17 +217,20 @@ class LineSearch(RunState):
         self._measure_scales()
         field, recorder, step, queries = self.field, self.recorder, self.steps, self.queries
         field.refresh()
+        moving = [(slot.parameter, slot.group) for slot in field.slots]
+        if self._moving not in (None, moving):
+            self._forget_trail()
+        self._moving = moving
         check_number("step", step)
         if recorder:
             recorder.begin(self)
         objective = Objective(closure, field, self._modules)
         trail = self._trail()
         line = Line(field, step, len(self.param_groups), trail)
-        review = Review(len(trail), math.nan, math.nan) if trail else None
-        searches = self._searches(field, review)
+        review, searches = None, self._searches(field, None)
         try:
             with line:
-                if review:
+                if trail:
                     review = Review(len(trail), *line.review(objective))
                     searches = self._searches(field, review)
                 taken = searches.run(partial(_query, line, objective), self.directions)
@@ -231,6 +246,8 @@ class LineSearch(RunState):
             if not line.settled:
                 objective.rewind()
                 used = queries + objective.queries
+                if review is None and line.reviewing:
+                    review = Review(len(trail), math.nan, math.nan)
                 undone = searches.record(step, queries=used, taken=False, raised=True, review=review)
                 self._count(undone)
                 self._tell(recorder, undone)
@@ -310,7 +327,7 @@ class LineSearch(RunState):
             f"in step {record.step} a loss was not finite, or an offset was beyond {self.field.reach:.4g}, too far for "
             f"the weights to return exactly: losses {last.losses} at offsets {last.offsets}, decision t = {last.t}"
         )
-        advice = "Try a smaller lr or rho, or check the batch."
+        advice = "Check the batch." if self.auto else "Try a smaller lr or rho, or check the batch."
         if self.nonfinite >= self.max_nonfinite:
             raise NonFiniteLossError(
                 f"{self.max_nonfinite} steps in a row were not taken; {what}. "
@@ -329,9 +346,9 @@ class LineSearch(RunState):
             self._warned_of_plateaus = True
             warn(
                 f"{self.plateaus} of {self.steps} steps saw the same loss at all their probes: the objective is flat "
-                "at this distance. Probe further away (rho, or the lr of STP), make the batch larger, or minimize a "
-                "loss that changes with every weight, such as the cross-entropy. This warning is not repeated; "
-                "`plateaus` keeps counting."
+                f"at this distance. Make the batch larger, {'' if self.auto else 'probe further away (a larger rho), '}"
+                "or minimize a loss that changes with every weight, such as the cross-entropy. This warning is not "
+                "repeated; `plateaus` keeps counting."
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -348,11 +365,13 @@ class LineSearch(RunState):
         self._field = None
 
     def __getstate__(self) -> dict[str, Any]:
-        ours = ("backend", "max_nonfinite", "last_step")
+        ours = ("backend", "max_nonfinite", "last_step", "_is_auto")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in ours}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if self.param_groups:
+            self._run = {**OLDER_RUN, **self._run}
         self._field = None
         self._modules = Modules()
 
@@ -361,6 +380,7 @@ class LineSearch(RunState):
         shown = {name: run[name] for name in ("seed", "scale", "distribution", "directions", "step", "queries")}
         lines = [f"{type(self).__name__} (", f"    backend: {self.field.backends}"]
         lines += [f"    {name}: {value}" for name, value in shown.items()]
+        lines += [f"    lr: auto, r = {self.auto['r']:.4g}"] if self.auto else []
         for number, group in enumerate(self.param_groups):
             lines.append(f"Parameter Group {number}: {count_elements(group):,} elements")
             settings = {name: group[name] for name in self._settings if group.get(name) is not None}

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from forwardtune.auto import Auto
 from forwardtune.noise import Distribution, Field, Slot
+from forwardtune.noise.field import View
 from forwardtune.scales import Scale, relative_scales
 
 OLDER_RUN = {"plateaus": 0, "scale": "absolute", "auto": None}
@@ -46,10 +47,11 @@ class RunState(Optimizer):
         """Gives groups that have not moved yet their scales."""
         if self.scale == "relative" and any(group.get("scales") is None for group in self.param_groups):
             self.field.refresh()  # notices memory that was taken away
-            scales = relative_scales([group["params"] for group in self.param_groups])
-            for group, own in zip(self.param_groups, scales, strict=True):
+            moving = [slot.tensor for slot in self.field.slots]
+            scales = dict(zip(map(View.of, moving), relative_scales(moving), strict=True))
+            for group in self.param_groups:
                 if group.get("scales") is None:
-                    group["scales"] = own
+                    group["scales"] = tuple(scales.get(View.of(tensor), 1.0) for tensor in group["params"])
             self._field = None
 
     @property

@@ -20,6 +20,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from forwardtune.errors import InvalidArgumentError
 from forwardtune.noise.backends.reference import pieces
 
 Scale = Literal["relative", "absolute"]
@@ -29,21 +30,24 @@ SMALLEST = 1e-3
 """Of the median: a tensor that is nearly zero would otherwise never move."""
 
 
-def relative_scales(groups: Sequence[Sequence[Tensor]]) -> list[tuple[float, ...]]:
-    """One number for each tensor of each group.
+def relative_scales(tensors: Sequence[Tensor]) -> list[float]:
+    """One number for each of the tensors that are tuned together.
 
-    >>> relative_scales([[torch.full((2, 2), 0.5), torch.zeros(3)], [torch.full((4,), 2.0)]])
-    [(0.5, 1.25), (2.0,)]
+    >>> relative_scales([torch.full((2, 2), 0.5), torch.zeros(3), torch.full((4,), 2.0)])
+    [0.5, 1.25, 2.0]
     """
-    sizes = [[root_mean_square(tensor) for tensor in group] for group in groups]
-    known = [size for group in sizes for size in group if size > 0]
+    sizes = [root_mean_square(tensor) for tensor in tensors]
+    for size, tensor in zip(sizes, tensors, strict=True):
+        if not math.isfinite(size):
+            raise InvalidArgumentError(
+                f"a parameter of shape {tuple(tensor.shape)} has weights that are not finite, or too large to be "
+                'measured; mend them, or choose scale="absolute" and an lr'
+            )
+    known = [size for size in sizes if size > 0]
     usual = median(known) if known else 0.0
     return [
-        tuple(
-            _coarse(max(size, SMALLEST * usual) if size else usual or 1 / math.sqrt(_fan_in(tensor)))
-            for size, tensor in zip(group, tensors, strict=True)
-        )
-        for group, tensors in zip(sizes, groups, strict=True)
+        _coarse(max(size, SMALLEST * usual) if size else usual or 1 / math.sqrt(_fan_in(tensor)))
+        for size, tensor in zip(sizes, tensors, strict=True)
     ]
 
 

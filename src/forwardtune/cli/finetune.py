@@ -64,7 +64,10 @@ def finetune(
     ] = None,
     scale: Annotated[
         str | None,
-        typer.Option(help="Units of --lr and --rho: relative to the weights, or absolute.", show_default="absolute"),
+        typer.Option(
+            help="Units of --lr and --rho: absolute, or relative to the weights.",
+            show_default="by --lr",
+        ),
     ] = None,
     directions: Annotated[int, typer.Option(help="Directions per step.")] = 1,
     distribution: Annotated[str, typer.Option(help="rademacher, normal, uniform or sphere.")] = "rademacher",
@@ -165,9 +168,7 @@ def _tell_outcome(result: RunResult, steps: int) -> None:
     majority = f" (majority class {100 * result.data.majority:.1f})" if result.data.majority else ""
     console.print(f"test {changes}{majority}", markup=False)
     if 2 * result.plateaus > steps:
-        console.print(
-            f"{result.plateaus} of {steps} steps saw no difference at all: raise --rho or --batch", style="yellow"
-        )
+        console.print(f"{result.plateaus} of {steps} steps saw no difference at all: raise --batch", style="yellow")
 
 
 def predict(
@@ -224,6 +225,8 @@ def _method(name: str, adapter: str, lr: float | None, settings: JsonObject) -> 
         if "rho" in settings:
             raise ExperimentError("--rho goes with an --lr; without one both are found while training")
         return Method(kind, kind, ("auto",), settings)
+    if lr is None and "scale" in settings:
+        raise ExperimentError("--scale goes with an --lr; MeZO's own rates are absolute")
     rate = MEZO_RATES[adapter != "none"] if lr is None else lr
     return Method(kind, kind, (rate,), settings)
 

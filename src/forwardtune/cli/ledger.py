@@ -44,6 +44,7 @@ def _summary(run: ledgers.RecordedRun, size: int) -> Table:
     header, table = run.header, Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for group in header.groups:
         settings = ", ".join(f"{name} {_number(group.settings[name])}" for name in group.numbers)
+        settings = f"lr auto, {header.scale} scale" if header.auto else f"{settings}, {header.scale} scale"
         table.add_row("method" if group is header.groups[0] else "", _clean(f"{header.method} ({settings})"))
     directions = f"{_count(header.directions, 'direction')} per step"
     table.add_row("noise", f"{header.distribution}, seed {header.seed}, {directions}")

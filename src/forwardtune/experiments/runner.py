@@ -24,7 +24,7 @@ from forwardtune.experiments.evaluations import EvaluationLog
 from forwardtune.experiments.events import Evaluated, Finished, Noted, Progressed, Started, Tell, ignore
 from forwardtune.experiments.plan import Run
 from forwardtune.experiments.result import Base, Circumstances, Evaluation, RunResult, Tracer
-from forwardtune.experiments.spec import REVIEW, steps
+from forwardtune.experiments.spec import steps
 from forwardtune.experiments.store import Store
 from forwardtune.optimizer import LineSearch
 from forwardtune.tasks import Task
@@ -177,7 +177,7 @@ class _RunUnderWay:
     def _is_over(self, step: int, queries: int) -> bool:
         if self.run.lr != "auto":
             return step == self.steps
-        return queries + self.run.method.queries_per_step + REVIEW > self.task.queries
+        return queries + self.run.method.most_queries > self.task.queries
 
     def _due_until(self, step: int, queries: Sequence[int]) -> list[int]:
         """The steps before this one at which the weights were to be evaluated."""

@@ -64,10 +64,15 @@ class RateScore:
         return [result.score for result in self.finished]
 
     @property
-    def rank(self) -> tuple[float, int, float, Rate]:
+    def rank(self) -> tuple[float, int, float, float]:
         """The smallest is the best."""
         finite = [loss for loss in self.losses if loss < math.inf]
-        return self.mean_loss, self.diverged, fmean(finite) if finite else math.inf, self.lr
+        return (
+            self.mean_loss,
+            self.diverged,
+            fmean(finite) if finite else math.inf,
+            0.0 if isinstance(self.lr, str) else self.lr,
+        )
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,7 @@ def _ratio(ours: Sequence[RunResult], theirs: Sequence[RunResult]) -> tuple[floa
     if any(result.diverged for result in theirs):
         return math.inf, "a run of the other method diverged"
     goal, budget = mean_curve(theirs)[-1], theirs[0].curve.queries[-1]
-    for queries, loss in list(zip(ours[0].curve.queries, mean_curve(ours), strict=True))[1:]:
+    for queries, loss in list(zip(ours[0].curve.queries, mean_curve(ours), strict=False))[1:]:
         if loss <= goal:
             return budget / queries, ""
     return 0.0, "the other method's final loss was not reached"

@@ -25,8 +25,10 @@ from forwardtune.optimizer import LineSearch
 from forwardtune.tasks import IMAGES, TEXTS, ImageWorkload, TextWorkload, Workload, kind_of
 from forwardtune.toml_tables import build, is_name, one_of, value
 
-REVIEW = 2
-"""Queries of a review."""
+SURVEY, REVIEW = 3, 2
+"""Queries of a survey along one direction, and of a review."""
+LEAST_AUTO = 60
+"""Queries below which a rate cannot be found."""
 DECAYS = ("cosine", "linear", "none")
 
 
@@ -69,6 +71,13 @@ class Method:
         optimizer = self.optimizer([torch.zeros(1)], 1e-3, backend="reference")
         optimizer.step(count(1.0).__next__)
         return optimizer.queries
+
+    @property
+    def most_queries(self) -> int:
+        """Of any of its steps."""
+        if not self.is_auto:
+            return self.queries_per_step
+        return max(SURVEY * int(self.settings["directions"]), self.queries_per_step + REVIEW)
 
     @property
     def takes_more_queries(self) -> bool:
@@ -172,7 +181,12 @@ def parse(text: str, name: str, folder: Path) -> Spec:
 
 def steps(workload: Workload, method: Method, queries: int) -> int:
     """How many steps of a method the budget allows."""
-    allowed = queries // method.queries_per_step
+    if method.is_auto and queries < LEAST_AUTO:
+        raise ExperimentError(
+            f"{workload.name}: {queries} queries are too few for {method.label} to find its rate; give at least "
+            f"{LEAST_AUTO}, or a number for lr"
+        )
+    allowed = queries // method.most_queries
     if allowed < workload.evaluations:
         raise ExperimentError(
             f"{workload.name}: {queries:,} queries are {allowed} steps of {method.label}, too few for "
@@ -204,6 +218,10 @@ def _method(entry: Mapping[str, Any], top: _File) -> Method:
             raise ExperimentError(f"{where} has no {key!r}; give it")
     one_of("method", value(str, known["method"], where), METHODS)
     is_auto = known["lr"] == "auto"
+    if not is_auto and isinstance(known["lr"], str):
+        raise ExperimentError(f'{where}: lr must be a list of rates, or "auto", not {known["lr"]!r}')
+    if is_auto and "rho" in entry:
+        raise ExperimentError(f'{where}: lr = "auto" finds the distance of probes, too; leave rho out')
     shared: dict[str, Any] = {"distribution": top.distribution, "directions": top.directions}
     own = inspect.signature(METHODS[known["method"]]).parameters.keys() - {"params", "lr", "run"}
     accepted = own - ({"rho"} if is_auto else set()) | shared.keys() | {"scale"}

@@ -41,8 +41,8 @@ def finetune(run: Run, out: Path, sources: Sources, *, device: str = "cpu", tell
         result = executed.result
         if result.diverged:
             raise ExperimentError(
-                f"the run diverged: {result.reason}. Its evaluations are in {store.runs / run.id}.json; try a "
-                "smaller --lr, in another folder"
+                f"the run diverged: {result.reason}. Its evaluations are in {store.runs / run.id}.json; try "
+                "again in another folder, with a smaller --lr if it had one"
             )
         if not settings.exists():
             with translated(ExperimentError, f"{out} cannot be written"):

@@ -42,7 +42,7 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference:
     start, ends = max(run.header.step for run in runs), tuple(run.end for run in runs)
     for step in range(start, min(ends)):
         one, other = (run.record(step) for run in runs)
-        if one.path() != other.path():
+        if one.path() != other.path() or (one.review is None) != (other.review is None):
             return Difference(fields, step, one, other, (ends[0], ends[1]))
     return Difference(fields, None, None, None, (ends[0], ends[1]))
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from forwardtune.auto import SPAN, start
 from forwardtune.errors import InvalidArgumentError, LedgerError
 from forwardtune.noise import DISTRIBUTIONS, NOISE_VERSION
 from forwardtune.noise.backends import chunks
@@ -142,6 +143,7 @@ class Header:
         check_number("direction", self.directions - 1)
         _require(self.distribution in DISTRIBUTIONS, f"distribution {self.distribution!r}")
         _require(self.scale in SCALES, f"scale {self.scale!r}")
+        _require(self.auto is None or (isinstance(self.auto, dict) and self.auto.keys() == start().keys()), "auto")
         _require(self.groups and self.parameters, "no parameters")
         _require(len({p.number for p in self.parameters}) == len(self.parameters), "duplicate parameter numbers")
         _require(all(type(n) is int for n in (self.queries, self.nonfinite, self.max_nonfinite)), "counters")
@@ -212,6 +214,7 @@ def unpack(step: int, packed: bytes, header: Header) -> tuple[StepRecord, list[d
         review = None
         if int(kind) & REVIEWED:
             review, rest = Review(int(rest[0]), rest[1], rest[2]), rest[3:]
+            _require(0 < review.steps <= SPAN, f"a review of {review.steps} steps")
         settings = []
         for group in header.groups:
             names = group.numbers

@@ -115,6 +115,8 @@ class RecordedRun(ABC):
         """The steps that a step has reviewed, with their destinations."""
         steps = record.review.steps if record.review else 0
         before = {step: dict(enumerate(offsets)) for step, offsets in (self.header.auto or {}).get("trail", ())}
+        if record.step - steps < min(self.header.step, *before, record.step):
+            raise LedgerError(f"step {record.step} of the ledger is invalid: it reviews steps that are not in it")
         return [
             (step, self.record(step).destination() if step >= self.header.step else before[step])
             for step in range(record.step - steps, record.step)

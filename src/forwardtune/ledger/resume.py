@@ -137,7 +137,7 @@ def _is_run_of(run: LiveRun, optimizer: LineSearch, model: Model) -> bool:
 
 def _progress(optimizer: LineSearch) -> list[Any]:
     """An optimizer's options and counters, and each group's memory and settings except for the rate."""
-    names = ("method", "seed", "distribution", "directions", "steps", "queries", "nonfinite")
+    names = ("method", "seed", "scale", "distribution", "directions", "steps", "queries", "nonfinite", "auto")
     others = {*NOT_SETTINGS, "lr", "initial_lr"} - {"memory"}
     groups = [{name: v for name, v in group.items() if name not in others} for group in optimizer.param_groups]
     return [*(getattr(optimizer, name) for name in names), *groups]
@@ -207,7 +207,8 @@ def _optimizer(header: Header, tensors: dict[str, Tensor], backend: str) -> Line
             )
         own = [tensors[name] for name in group.names]
         params = list(zip(group.labels, own, strict=True)) if group.labels else own
-        groups.append({"params": params, **group.settings})
+        settings = {n: v for n, v in group.settings.items() if not (header.auto and n == "rho")}
+        groups.append({"params": params, **settings})
     run = {name: getattr(header, name) for name in ("seed", "scale", "distribution", "directions", "max_nonfinite")}
     try:
         settings = {n: v for n, v in header.defaults.items() if n in inspect.signature(methods[-1]).parameters}

@@ -20,6 +20,8 @@ from forwardtune.noise.distributions import (
 )
 from forwardtune.noise.types import Key, Slot, Term
 
+KEPT = 16
+"""Steps around the present one whose lengths are kept: a review moves along some that are past."""
 LIMITS = {"seed": 2**64, "step": 2**32, "direction": 2**16}
 
 
@@ -104,14 +106,14 @@ class Mover:
     def length(self, step: int, direction: int) -> float:
         """What the noise that backends make is multiplied by to get `s`: 1, except for the sphere.
 
-        It is kept during a step.
+        Those of steps nearby are kept.
         """
         if self.distribution != "sphere":
             return 1.0
         if self._whole:
             return self._whole.length(step, direction)
-        if any(known != step for known, _ in self._lengths):
-            self._lengths.clear()
+        for known in [key for key in self._lengths if not step - KEPT <= key[0] <= step + KEPT]:
+            del self._lengths[known]
         if (step, direction) not in self._lengths:
             squared = self._squared_length(self._key(step), direction)
             self._lengths[step, direction] = sphere_scale(self.dimension, squared)

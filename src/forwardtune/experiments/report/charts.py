@@ -148,7 +148,7 @@ def _sensitivity(score: WorkloadScore) -> Chart:
         assert method.best is not None
         if method.method.is_auto:
             continue
-        grid = {lr: rate for rate, lr in zip(method.rates, method.method.grid, strict=True) if rate.is_complete}
+        grid = {rate.lr: rate for rate in method.rates if rate.is_complete and not isinstance(rate.lr, str)}
         rates = [grid[lr] for lr in sorted(grid)]
         best = next(lr for lr, rate in grid.items() if rate is method.best)
         x = [lr / best for lr in sorted(grid)]

@@ -11,6 +11,7 @@ from forwardtune._compat.transformers import transformers
 from forwardtune.errors import InvalidArgumentError
 from forwardtune.methods import METHODS
 from forwardtune.optimizer import LineSearch
+from forwardtune.scales import SCALES
 
 NOT_APPLICABLE = {
     "fp16": "its scaler scales gradients, and there are none; load the model in float16 or use bf16",
@@ -87,13 +88,19 @@ class ForwardTrainingArguments(transformers.TrainingArguments):
             raise InvalidArgumentError(f"method {self.method!r} is not known; choose one of {', '.join(METHODS)}")
         self.method = known[self.method.lower()]
         self._check_method_args()
+        if self.auto and self.method not in ("VS2P", "STP"):
+            raise InvalidArgumentError(f"{self.method} cannot find its step size; give it a learning_rate")
+        if self.scale is not None and self.scale not in SCALES:
+            raise InvalidArgumentError(f"scale {self.scale!r} is not known; choose one of {', '.join(SCALES)}")
         if self.auto and self.rho != 1e-3:
             raise InvalidArgumentError("rho is found while training, too, with auto=True; leave it out")
         if self.auto is None:
             self.auto = self.learning_rate is None and self.rho == 1e-3 and self.method in ("VS2P", "STP")
         if self.learning_rate is None:
             default = inspect.signature(METHODS[self.method]).parameters["lr"].default
-            self.learning_rate = default if isinstance(default, float) else 1.0
+            self.learning_rate = default if isinstance(default, float) else 1e-3 if self.method == "STP" else 1.0
+            if self.auto:
+                self.learning_rate = 1.0
         if self.lr_scheduler_type is None:
             self.lr_scheduler_type = "constant" if self.auto else "linear"
         super().__post_init__()  # type: ignore[no-untyped-call]
