@@ -32,7 +32,9 @@ def command(spec, out):
 
 
 def workers_of(process):
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    children = subprocess.run(
+        ["pgrep", "-P", str(process.pid), "-f", "spawn_main"], capture_output=True, text=True
+    ).stdout.split()
     return [int(child) for child in children]
 
 

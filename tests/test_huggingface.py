@@ -182,7 +182,9 @@ def test_a_metric_itself_is_learned(tmp_path, objective):
 def test_plateaus_are_counted_and_warned_about(tmp_path):
     made = trainer(tmp_path, classifier(), sentences(), objective="accuracy", rho=1e-9, max_steps=25)
     start = weights(made.model)
-    with pytest.warns(RuntimeWarning, match=r"20 of 20 steps saw the same loss .*make the batch larger"):
+    with pytest.warns(
+        RuntimeWarning, match=r"20 of 20 steps saw the same loss .*Make the batch larger, probe further away"
+    ):
         made.train()
     assert [entry["plateaus"] for entry in made.state.log_history if "loss" in entry][-1] == 25
     assert torch.equal(weights(made.model), start)

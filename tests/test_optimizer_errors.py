@@ -190,7 +190,7 @@ def test_what_is_not_a_loss(returned, message):
         (lambda p: ft.VS2P([p], rho=0), "rho must be a number above zero"),
         (lambda p: ft.MeZO([p], rho=-1e-3), "rho must be a number above zero"),
         (lambda p: ft.STP([p], lr=math.inf), "lr must be a number, zero or above and finite"),
-        (lambda p: ft.VS2P([{"params": [p], "rho": -1}]), "rho must be a number above zero"),
+        (lambda p: ft.VS2P([{"params": [p], "rho": -1}], lr=1.0), "rho must be a number above zero"),
         (lambda p: ft.VS2P([p], tau_b=0), "tau_b must be a number above zero"),
         (lambda p: ft.VS2P([p], window=1), "window must be an integer of at least 2, not 1"),
         (lambda p: ft.VS2P([p], distribution="gauss"), "rademacher, normal, uniform, sphere"),

@@ -29,6 +29,7 @@ METHODS = {
     "VS2P": lambda params, **run: ft.VS2P(params, lr=2.0, rho=1e-2, **run),
     "MeZO": lambda params, **run: ft.MeZO(params, lr=1e-3, rho=1e-2, **run),
     "STP": lambda params, **run: ft.STP(params, lr=1e-2, **run),
+    "VS2P auto": lambda params, **run: ft.VS2P(params, lr="auto", **run),
     "S2P": lambda params, **run: ft.S2P(params, step_size="dynamic", L=1.0, rho=1e-2, **run),
 }
 

@@ -44,10 +44,10 @@ def _summary(run: ledgers.RecordedRun, size: int) -> Table:
     header, table = run.header, Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for group in header.groups:
         settings = ", ".join(f"{name} {_number(group.settings[name])}" for name in group.numbers)
-        settings = f"lr auto, {header.scale} scale" if header.auto else f"{settings}, {header.scale} scale"
+        settings = "lr auto" if header.auto else settings
         table.add_row("method" if group is header.groups[0] else "", _clean(f"{header.method} ({settings})"))
     directions = f"{_count(header.directions, 'direction')} per step"
-    table.add_row("noise", f"{header.distribution}, seed {header.seed}, {directions}")
+    table.add_row("noise", f"{header.distribution}, seed {header.seed}, {directions}, {header.scale} scale")
     dtypes = ", ".join(sorted({parameter.dtype for parameter in header.parameters}))
     table.add_row("weights", f"{header.dimension:,} of {dtypes} in {_count(len(header.parameters), 'tensor')}")
     table.add_row("recorded", _clean(f"{header.created} by forwardtune {header.version}"))
