@@ -40,6 +40,8 @@ SPAN = 10
 """Steps from review to review, and in each review: two queries in ten steps."""
 GAIN, LEAST_GAIN, FADE = 0.3, 0.1, 10
 """A review changes log(r) by at most GAIN/sqrt(1 + reviews/FADE), but at least by LEAST_GAIN."""
+SURVEY_QUERIES, REVIEW_QUERIES = 3, 2
+"""Of a survey along one direction, and of a review, beside those of the step that makes it."""
 FLAT = 1.05
 """What `r` is multiplied by after a step whose probes all saw the same loss."""
 RECENT = 30

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from forwardtune.arguments import Params
+from forwardtune.auto import REVIEW_QUERIES, SURVEY_QUERIES
 from forwardtune.errors import ExperimentError, ForwardTuneError
 from forwardtune.experiments.result import Rate
 from forwardtune.methods import METHODS
@@ -25,8 +26,6 @@ from forwardtune.optimizer import LineSearch
 from forwardtune.tasks import IMAGES, TEXTS, ImageWorkload, TextWorkload, Workload, kind_of
 from forwardtune.toml_tables import build, is_name, one_of, value
 
-SURVEY, REVIEW = 3, 2
-"""Queries of a survey along one direction, and of a review."""
 LEAST_AUTO = 60
 """Queries below which a rate cannot be found."""
 DECAYS = ("cosine", "linear", "none")
@@ -64,7 +63,7 @@ class Method:
     def queries_per_step(self) -> int:
         """Counted in a step along a line of one weight, which also shows whether the settings are valid.
 
-        With a rate that is found while training some steps use up to `REVIEW` more.
+        With a rate that is found while training some steps use a few more.
         """
         if self.is_auto:
             self.optimizer([torch.zeros(1)], "auto")
@@ -77,7 +76,7 @@ class Method:
         """Of any of its steps."""
         if not self.is_auto:
             return self.queries_per_step
-        return max(SURVEY * int(self.settings["directions"]), self.queries_per_step + REVIEW)
+        return max(SURVEY_QUERIES * int(self.settings["directions"]), self.queries_per_step + REVIEW_QUERIES)
 
     @property
     def takes_more_queries(self) -> bool:
