@@ -14,6 +14,7 @@ import forwardtune as ft
 from forwardtune import auto
 from forwardtune.errors import InvalidArgumentError
 from forwardtune.line import Line
+from forwardtune.noise.backends.cpu_numba import CpuNumba
 from forwardtune.record import Review
 from tests.helpers.optimizers import loss_of, problem, weights
 
@@ -130,6 +131,17 @@ def test_a_review_compares_the_start_of_the_trail_with_twice_its_length():
     assert (review.before, review.beyond) == pytest.approx(expected, rel=1e-9)
     assert review.steps == auto.SPAN
     assert optimizer.queries == optimizer.last_step.queries
+
+
+def test_a_review_is_three_passes_over_the_weights(monkeypatch):
+    """Back along ten lines and forth again is one pass, whatever the number of steps."""
+    _, optimizer, loss = bowl()
+    while not auto.is_review_due(optimizer.auto):
+        optimizer.step(loss)
+    passes, move = [], CpuNumba.move
+    monkeypatch.setattr(CpuNumba, "move", lambda self, moves: (passes.append(len(moves)), move(self, moves)))
+    optimizer.step(loss)
+    assert passes == [2 * auto.SPAN] * 3 + [1] * 3
 
 
 def test_on_a_parabola_it_is_nearly_as_good_as_exact_steps():

@@ -31,7 +31,7 @@ def to(direction, *offsets):
 def draw(distribution, count, *, seed=0, step=0, direction=0, parameter=0, start=0):
     """A long stretch of noise, by the fast backend (which the tests here compare with the reference)."""
     x = torch.zeros(start + count)
-    cpu_numba.CpuNumba([Slot(x, parameter, 0)]).move(Key(seed, step, distribution), [to(direction, 1.0)])
+    cpu_numba.CpuNumba([Slot(x, parameter, 0)]).move([(Key(seed, step, distribution), [to(direction, 1.0)])])
     return x[start:].double().numpy()
 
 
@@ -63,7 +63,8 @@ def models(draw):
 
 keys = st.builds(Key, st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.sampled_from(DISTRIBUTIONS))
 offsets = st.tuples(*[st.floats(-1e3, 1e3, allow_subnormal=False)] * 2)
-terms = st.lists(st.builds(Term, st.integers(0, 2**16 - 1), offsets, offsets), min_size=1, max_size=3)
+lengths = st.sampled_from([1.0, 0.97, 1.003])
+terms = st.lists(st.builds(Term, st.integers(0, 2**16 - 1), offsets, offsets, lengths), min_size=1, max_size=3)
 
 
 FAST = pytest.mark.parametrize("backend", [cpu_numba.CpuNumba, cuda_triton.CudaTriton], ids=["numba", "triton"])
@@ -74,8 +75,8 @@ FAST = pytest.mark.parametrize("backend", [cpu_numba.CpuNumba, cuda_triton.CudaT
 def test_fast_backends_equal_the_reference_bit_for_bit(backend, model, key, terms):
     copies = [copy.deepcopy(tensor) for tensor in model]  # keeps the strides, which clone does not
     for kind, members in ((reference.Reference, model), (backend, copies)):
-        slots = [Slot(tensor, number, number % 2) for number, tensor in enumerate(members)]
-        kind(slots).move(key, terms)
+        slots = [Slot(tensor, number, number % 2, 1 / (number + 1)) for number, tensor in enumerate(members)]
+        kind(slots).move([(key, terms)])
     for ours, theirs in zip(model, copies, strict=True):
         assert ours.stride() == theirs.stride()
         assert_same_bits(ours, theirs)
@@ -89,8 +90,8 @@ def test_a_parameter_of_many_chunks(backend, distribution):
     shape = (5, 40_003) if backend is cuda_triton.CudaTriton else (5, 400_003)
     ours, theirs = torch.zeros(shape), torch.zeros(shape)
     key = Key(2**64 - 1, 2**32 - 1, distribution)
-    reference.Reference([Slot(theirs, 2**32 - 1, 0)]).move(key, [to(2**16 - 1, 1.0)])
-    backend([Slot(ours, 2**32 - 1, 0)]).move(key, [to(2**16 - 1, 1.0)])
+    reference.Reference([Slot(theirs, 2**32 - 1, 0)]).move([(key, [to(2**16 - 1, 1.0)])])
+    backend([Slot(ours, 2**32 - 1, 0)]).move([(key, [to(2**16 - 1, 1.0)])])
     assert_same_bits(ours, theirs)
 
 
@@ -102,8 +103,8 @@ def test_sixteen_bit_sums_round_like_torch(backend, dtype):
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     for scale in (0.0, 1e-8, 3e-5, 0.37, 3e4, 1e38):
         ours, theirs = x.clone(), x.clone()
-        backend([Slot(ours, 0, 0)]).move(Key(1, 2, "normal"), [to(0, scale)])
-        reference.Reference([Slot(theirs, 0, 0)]).move(Key(1, 2, "normal"), [to(0, scale)])
+        backend([Slot(ours, 0, 0)]).move([(Key(1, 2, "normal"), [to(0, scale)])])
+        reference.Reference([Slot(theirs, 0, 0)]).move([(Key(1, 2, "normal"), [to(0, scale)])])
         assert torch.equal(ours.isnan(), theirs.isnan())
         assert_same_bits(ours.nan_to_num(0.0), theirs.nan_to_num(0.0))
 

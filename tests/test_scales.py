@@ -31,10 +31,10 @@ def test_a_scale_does_not_depend_on_the_order_of_sums():
     assert math.ldexp(math.frexp(a)[0], 8).is_integer()
 
 
-def test_what_is_zero_takes_the_median_of_the_others():
-    a, b, c, zero = torch.full((4,), 0.5), torch.full((4,), 2.0), torch.full((4,), 8.0), torch.zeros(3, 3)
+def test_what_is_zero_takes_the_median_of_the_others_or_the_size_of_a_random_matrix():
+    a, b, c, zero = torch.full((4,), 0.5), torch.full((4,), 2.0), torch.full((4,), 8.0), torch.zeros(3)
     assert relative_scales([a, zero, b, c]) == [0.5, 2.0, 2.0, 8.0]
-    assert relative_scales([torch.zeros(10, 16)]) == [0.25]  # nothing to go by but the fan-in
+    assert relative_scales([a, torch.zeros(10, 16), torch.zeros(5, 4, 2, 2)]) == [0.5, 0.25, 0.25]
     assert relative_scales([torch.zeros(64)]) == [0.125]
     tiny = torch.full((4,), 1e-30)
     assert relative_scales([tiny, b, c])[0] == pytest.approx(2e-3, rel=2**-8)  # a thousandth of the median

@@ -1,51 +1,20 @@
 """Fine-tune deep models with forward passes only."""
 
-from importlib.metadata import version as _version
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
-from forwardtune import theory
-from forwardtune.errors import (
-    BackendError,
-    ExperimentError,
-    ForwardTuneError,
-    InvalidArgumentError,
-    LedgerError,
-    NonFiniteLossError,
-)
-from forwardtune.errors import deprecated_names as _deprecated_names
-from forwardtune.ledger import Ledger, replay, resume
-from forwardtune.methods import S2P, STP, VS2P, MeZO
-from forwardtune.noise import Field
-from forwardtune.optimizer import LineSearch, Recorder, RunOptions
-from forwardtune.record import Decision, LineRecord, StepRecord
-
-__version__ = _version("forwardtune")
-
-__all__ = [
-    "S2P",
-    "STP",
-    "VS2P",
-    "BackendError",
-    "Decision",
-    "ExperimentError",
-    "Field",
-    "ForwardTuneError",
-    "InvalidArgumentError",
-    "Ledger",
-    "LedgerError",
-    "LineRecord",
-    "LineSearch",
-    "MeZO",
-    "NonFiniteLossError",
-    "Recorder",
-    "RunOptions",
-    "StepRecord",
-    "replay",
-    "resume",
-    "theory",
-]
-
-if _TYPE_CHECKING:
-    Stand = Decision
+if _typing.TYPE_CHECKING:
+    from forwardtune._public import *  # noqa: F403
+    from forwardtune._public import Decision as Stand  # noqa: F401
+    from forwardtune._public import __version__ as __version__
 else:
-    __getattr__ = _deprecated_names(__name__, Stand=Decision)
+
+    def __getattr__(name: str) -> object:
+        """Loads the public names, and torch with them, at the first use of one: `forwardtune --help` needs none."""
+        import forwardtune._public as public
+        from forwardtune.errors import deprecated_names
+
+        globals().update({each: getattr(public, each) for each in ("__all__", "__version__", *public.__all__)})
+        return globals().get(name) or deprecated_names(__name__, Stand=public.Decision)(name)
+
+    def __dir__() -> list[str]:
+        return sorted({*__getattr__("__all__"), *globals()})

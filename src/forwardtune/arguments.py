@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from forwardtune.errors import InvalidArgumentError
 from forwardtune.noise import NOISE_VERSION
+from forwardtune.noise.mover import check_number
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 Group = Mapping[str, Any]
 """A parameter group as torch has it; of a `state_dict`, with numbers in place of tensors."""
+PER_EXAMPLE: Literal["per-example"] = "per-example"
+"""Directions: each example of a batch has a line of its own."""
 
 
 def is_number(value: Any) -> bool:
@@ -111,3 +114,23 @@ def check_state_dict(state_dict: Any, groups: Sequence[Group], *, optional: Set[
             "give the optimizer the same parameters in the same order"
         )
     return loaded
+
+
+def probe_distance(lr: Any, rho: float | None) -> float:
+    """The distance of probes that is meant, which is not to be given together with an lr that finds it."""
+    if isinstance(lr, str) and rho is not None:
+        raise InvalidArgumentError("lr='auto' finds the distance of probes too; leave rho out, or give an lr")
+    return 1e-3 if rho is None else rho
+
+
+def check_directions(directions: Any, distribution: str) -> None:
+    """Refuses a number of directions that is none, and lines of their own whose signs would be something else."""
+    if not isinstance(directions, str):
+        check_integer(1, directions=directions)
+        check_number("direction", directions - 1)
+    elif directions != PER_EXAMPLE:
+        raise InvalidArgumentError(f'directions must be a whole number or "per-example", not {directions!r}')
+    elif distribution != "rademacher":
+        raise InvalidArgumentError(
+            f'the lines of examples are made of signs; leave the distribution at "rademacher", not {distribution!r}'
+        )

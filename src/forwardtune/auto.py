@@ -18,13 +18,18 @@ with a gain that falls. As training goes on and slopes drown in the noise of bat
 `r` with it: no schedule is needed, and no length of the run. A step that is not taken halves `r`, and one whose probes
 all see the same loss, as those of an accuracy may, makes it a little larger.
 
+*Retreat.* Where the losses of the steps have risen by far more than batches differ, and the review finds that they
+rise beyond by as much, the steps did damage: the weights stay where they began, and `r` is cut.
+
 Everything here is plain floats. The state is a dictionary of plain values that is never modified in place.
 """
 
 from __future__ import annotations
 
 import math
-from statistics import median
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean, median
 from typing import Any
 
 from forwardtune.record import Decision, Review, StepRecord
@@ -45,7 +50,11 @@ SURVEY_QUERIES, REVIEW_QUERIES = 3, 2
 FLAT = 1.05
 """What `r` is multiplied by after a step whose probes all saw the same loss."""
 RECENT = 30
-"""Reviews whose size a new one is compared with."""
+"""Reviews whose size a new one is compared with, and losses that tell how much batches differ."""
+FAR = 4
+"""Times the usual difference between the losses of consecutive steps is far beyond the noise."""
+CUT = 4
+"""What `r` is divided by after damage."""
 
 Auto = dict[str, Any]
 
@@ -54,9 +63,24 @@ def start() -> Auto:
     """The state of a run that begins.
 
     `surveyed` has (L, Q) of the surveys at `r` so far; it is None when they are done. `ceiling` is a size at which a
-    loss was not finite. `trail` has the destinations of the last steps, of which `since` came after the last review.
+    loss was not finite. `trail` has the destinations of the last steps, of which `since` came after the last review;
+    `losses` has those of the last steps, infinite where a step was not taken. `slope` is the mean size of the slopes
+    that were surveyed. Where lines are `by_example`, `agreement` has sums over the surveys: of products of the
+    slopes of two examples, and of squares.
     """
-    return {"r": START, "surveyed": (), "ceiling": None, "reviews": 0, "sizes": (), "since": 0, "trail": ()}
+    return {
+        "r": START,
+        "slope": 0.0,
+        "surveyed": (),
+        "ceiling": None,
+        "reviews": 0,
+        "sizes": (),
+        "since": 0,
+        "trail": (),
+        "losses": (),
+        "by_example": False,
+        "agreement": (0.0, 0.0),
+    }
 
 
 def survey(memory: Memory, *, r: float) -> Search:
@@ -70,13 +94,25 @@ def is_surveying(auto: Auto) -> bool:
 
 
 def is_review_due(auto: Auto) -> bool:
-    return bool(auto["since"] >= SPAN)
+    return auto["since"] >= SPAN and any(offsets for _, offsets in auto["trail"])
+
+
+def is_damage(auto: Auto, before: float, beyond: float) -> bool:
+    """Whether a review shows that the steps it covers are better undone."""
+    differences = [abs(b - a) for a, b in pairwise(loss for loss in auto["losses"] if math.isfinite(loss))]
+    reviewed = auto["losses"][-len(auto["trail"]) :]
+    if not differences or not math.isfinite(reviewed[0]) or not math.isfinite(before):
+        return False
+    far = FAR * fmean(differences)
+    return median(reviewed[-3:]) - reviewed[0] > far and not beyond - before <= far
 
 
 def after_review(auto: Auto, review: Review | None) -> Auto:
     """The state after a review, or unchanged if there was none."""
     if review is None:
         return auto
+    if review.back:
+        return {**without_trail(auto), "r": auto["r"] / CUT, "reviews": auto["reviews"] + 1, "losses": ()}
     reviews, r, sizes = auto["reviews"], auto["r"], auto["sizes"]
     if math.isfinite(review.before):
         u = review.before - review.beyond if math.isfinite(review.beyond) else -math.inf
@@ -92,13 +128,14 @@ def after_review(auto: Auto, review: Review | None) -> Auto:
 def after_step(auto: Auto, record: StepRecord) -> Auto:
     """The state after a step that made this record."""
     auto = after_review(auto, record.review)
+    if not record.raised:
+        auto = {**auto, "losses": (*auto["losses"], record.loss if record.taken else math.inf)[-RECENT:]}
     if is_surveying(auto):
         return auto if record.raised else _after_survey(auto, record)
-    if not record.taken and not record.raised:
-        auto = {**auto, "r": auto["r"] / 2}
-    elif record.is_flat:
-        auto = {**auto, "r": auto["r"] * FLAT}
-    return _trailing(auto, record)
+    auto = _trailing(auto, record)
+    if not record.taken and not record.raised:  # perhaps the weights are to blame: review at once
+        return {**auto, "r": auto["r"] / 2, "since": SPAN}
+    return {**auto, "r": auto["r"] * FLAT} if record.is_flat else auto
 
 
 def without_trail(auto: Auto) -> Auto:
@@ -115,9 +152,11 @@ def _after_survey(auto: Auto, record: StepRecord) -> Auto:
     r = auto["r"]
     if not record.taken:  # a loss was not finite: nearer
         return {**auto, "r": r / 10, "surveyed": (), "ceiling": r}
-    surveyed = auto["surveyed"]
-    for groups in record.lines:
-        plus, minus, here = groups[0].losses
+    surveyed, lines = auto["surveyed"], [groups[0].losses for groups in record.lines]
+    if auto["by_example"]:
+        auto = {**auto, "agreement": _agreeing(auto, lines)}
+        lines = [tuple(map(fmean, zip(*lines, strict=True)))]
+    for plus, minus, here in lines:
         surveyed = (*surveyed, (abs(plus - minus) / 2, (plus + minus - 2 * here) / 2))
     if len(surveyed) < SURVEYS:
         return {**auto, "surveyed": surveyed}
@@ -128,4 +167,27 @@ def _after_survey(auto: Auto, record: StepRecord) -> Auto:
         return {**auto, "r": further, "surveyed": ()}
     if linear == 0:  # a plateau as far as one can see
         return {**auto, "r": START, "surveyed": None}
-    return {**auto, "r": (r * linear / (2 * curved) if felt else r) / 2, "surveyed": None}
+    best = r * linear / (2 * curved) if felt else r
+    slope = linear / len(surveyed) / r
+    return {**auto, "r": best / 2 * _gain(auto, len(record.lines)), "slope": slope, "surveyed": None}
+
+
+def agreement(auto: Auto) -> float | None:
+    """The mean cosine between the gradients of two examples, as the surveys found it; None where they did not ask."""
+    products, squares = auto["agreement"]
+    return products / squares if squares else None
+
+
+def _agreeing(auto: Auto, lines: Sequence[tuple[float, ...]]) -> tuple[float, float]:
+    """With the slopes of examples along a line that they share, whose products are those of their gradients."""
+    slopes, n = [plus - minus for plus, minus, _ in lines], len(lines)
+    squares = math.fsum(slope * slope for slope in slopes) / n
+    products = (n * fmean(slopes) ** 2 - squares) / (n - 1) if n > 1 else 0.0
+    return auto["agreement"][0] + products, auto["agreement"][1] + squares
+
+
+def _gain(auto: Auto, examples: int) -> float:
+    """How much longer steps along lines of their own are best than along one: the more examples agree, the longer."""
+    if not auto["by_example"]:
+        return 1.0
+    return max(1.0, 1 + (examples - 1) * (agreement(auto) or 0.0)) / math.sqrt(examples)

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from forwardtune.noise import Field, Term
+from forwardtune.record import Review
 
 HELD = (int(signal.SIGINT), int(signal.SIGTERM))
 
@@ -32,6 +33,8 @@ StepMove = tuple[int, Sequence[Term]]
 """The terms of one pass along directions of a step."""
 REVIEWED_AT = (0.0, 2.0)
 """Where a trail is reviewed: at its start, and twice as far as it led."""
+ENDS = {False: 1.0, True: 0.0}
+"""Where a review ends: where the trail led or, if the weights go back, at its start."""
 
 
 class Line:
@@ -80,23 +83,26 @@ class Line:
         finally:
             self._interrupts.release()
 
-    def review(self, query: Callable[[], float]) -> tuple[float, float]:
-        """The losses at the start of the trail and twice as far as it led; the weights are back afterwards.
+    def review(self, query: Callable[[], float], is_damage: Callable[[float, float], bool]) -> Review:
+        """Queries the loss at the start of the trail and twice as far as it led, where the weights then are again.
 
-        They always take the same path, even if a query raises, so that a review is described by its trail alone.
+        If the losses show damage they stay at its start. Otherwise they always take the same path, even if a query
+        raises, so that a review is described by its trail and its outcome.
         """
-        losses, left = [], list(REVIEWED_AT)
+        losses: list[float] = []
+        left, back = list(REVIEWED_AT), False
         try:
             while left:
                 self.goto_along(left[0])
                 losses.append(query())
                 left.pop(0)
+            back = is_damage(*losses)
         finally:
             if self.reviewing:
-                for part in (*left, 1.0):
+                for part in (*left, ENDS[back]):
                     self.goto_along(part)
         before, beyond = losses
-        return before, beyond
+        return Review(len(self._trail), before, beyond, back)
 
     def settle(self, target: Position, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Moves the weights for good: nothing interrupts the step from the call of `before` until the line is left.

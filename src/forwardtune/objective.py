@@ -26,20 +26,28 @@ Closure = Callable[[], Any]
 class Objective:
     """The closure as one step queries it: call it for the loss at the current weights."""
 
-    def __init__(self, closure: Closure, field: Field, modules: Modules) -> None:
-        self._closure = closure
+    def __init__(self, closure: Closure, field: Field, modules: Modules, *, by_example: bool = False) -> None:
+        self._closure, self._by_example = closure, by_example
         self._generators = _Generators(device for device in field.devices if device.type != "cpu")
         self._buffers = Buffers(modules, field.storages)
         self._last: Any = None
         self.queries = 0
 
     def __call__(self) -> float:
+        """The loss; of losses by example, their mean."""
+        loss = self.query()
+        if self._by_example and isinstance(loss, Tensor):
+            loss = loss.detach().to(torch.float64).mean()
+        return _as_float(loss)
+
+    def query(self) -> Any:
+        """What the closure returns."""
         if self.queries:
             self.rewind()
         self.queries += 1
         torch.clear_autocast_cache()  # it may hold casts of the weights before the move
         self._last = self._buffers.watch(self._closure)
-        return _as_float(self._last)
+        return self._last
 
     def rewind(self, *, generators: bool = True) -> None:
         """Restores the state before the first query."""

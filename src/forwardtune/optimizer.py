@@ -17,14 +17,16 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypedDict
+from typing import Any
 
 import torch
 from typing_extensions import Unpack
 
 from forwardtune.arguments import (
+    PER_EXAMPLE,
     Params,
     as_groups,
+    check_directions,
     check_integer,
     check_state_dict,
     count_elements,
@@ -32,62 +34,32 @@ from forwardtune.arguments import (
     plain,
     tensors_of,
 )
-from forwardtune.auto import after_review, after_step, is_review_due, is_surveying, start, survey, without_trail
+from forwardtune.auto import (
+    after_review,
+    after_step,
+    is_damage,
+    is_review_due,
+    is_surveying,
+    start,
+    survey,
+    without_trail,
+)
 from forwardtune.buffers import Modules
 from forwardtune.errors import InvalidArgumentError, NonFiniteLossError, warn, warn_deprecated
+from forwardtune.layers.perturbation import Perturbation, example_losses
 from forwardtune.line import Line, Offsets, Trail
-from forwardtune.noise import NOISE_VERSION, Distribution, Field
+from forwardtune.noise import NOISE_VERSION, Field
 from forwardtune.noise.field import check_tensor
 from forwardtune.noise.mover import check_number
 from forwardtune.objective import Closure, Objective
 from forwardtune.record import Review, StepRecord
+from forwardtune.run_options import Recorder, RunOptions
 from forwardtune.run_state import OLDER_RUN, RunState
-from forwardtune.scales import SCALES, Scale
+from forwardtune.scales import SCALES
 from forwardtune.search import Memory, Search, StepSearch
 
 MANY_PLATEAUS = 20
 """This many steps without any difference in the loss are worth a warning, if they are most of the run."""
-
-
-class Recorder(Protocol):
-    """Is told of every step of one optimizer, as :class:`forwardtune.Ledger` is."""
-
-    def begin(self, optimizer: LineSearch) -> None:
-        """A step begins: nothing has been queried and the weights have not moved."""
-
-    def record(self, optimizer: LineSearch, record: StepRecord) -> None:
-        """The step's queries are done; after this call the weights move to their destination.
-
-        If this raises an exception, or if the closure did, the step is undone and recorded (again) as one that
-        `raised`; that call must not raise.
-        """
-
-
-class RunOptions(TypedDict, total=False):
-    """Keyword arguments that every method takes; they apply to the whole run, not to a group.
-
-    seed: seeds the noise; an integer below 2^64 (default 0).
-    scale: the units of offsets, ``"absolute"`` or ``"relative"`` to the size of each tensor's weights at the start of
-        the run; see :mod:`forwardtune.scales` (default ``"relative"`` with ``lr="auto"``, else ``"absolute"``).
-    distribution: of the directions' elements, ``"rademacher"`` (default, the fastest), ``"normal"``, ``"uniform"`` or
-        ``"sphere"``; all have ``E norm(s)^2 = d``.
-    directions: how many independent directions a step searches from the same point; their moves are averaged and the
-        queries per step multiply (default 1).
-    backend: what moves the weights, ``"auto"`` (default), ``"numba"`` (CPU), ``"triton"`` (CUDA) or ``"reference"``
-        (any device, slow). All give the same bits. A backend requested by name that cannot run is an error.
-    max_nonfinite: the run ends with an error after this many consecutive steps that were not taken because a loss was
-        not finite or an offset too large (default 10).
-    recorder: is told of every step before the weights move for good, for instance a :class:`forwardtune.Ledger`; copies
-        of the optimizer, and unpickled ones, have none (default None).
-    """
-
-    seed: int
-    scale: Scale
-    distribution: Distribution
-    directions: int
-    backend: str
-    max_nonfinite: int
-    recorder: Recorder | None
 
 
 class LineSearch(RunState):
@@ -111,8 +83,8 @@ class LineSearch(RunState):
             )
         seed, directions = run.get("seed", 0), run.get("directions", 1)
         check_number("seed", seed)
-        check_integer(1, directions=directions, max_nonfinite=run.get("max_nonfinite", 10))
-        check_number("direction", directions - 1)
+        check_integer(1, max_nonfinite=run.get("max_nonfinite", 10))
+        check_directions(directions, run.get("distribution", "rademacher"))
         self.backend = run.get("backend", "auto")
         self.max_nonfinite = run.get("max_nonfinite", 10)
         self.recorder = run.get("recorder")
@@ -138,10 +110,10 @@ class LineSearch(RunState):
             "queries": 0,
             "nonfinite": 0,
             "plateaus": 0,
-            "auto": start() if is_auto else None,
+            "auto": {**start(), "by_example": directions == PER_EXAMPLE} if is_auto else None,
         }
         if is_auto:
-            self.settings_at(1.0, self.defaults)  # refuses methods without a size to find
+            self.settings_at(1.0, 1.0, self.defaults)  # refuses methods without a size to find
         if not self.field.dimension:  # making the field also checks distribution, backend and parameters
             raise InvalidArgumentError("the parameters have no elements; there is nothing to tune")
 
@@ -154,10 +126,10 @@ class LineSearch(RunState):
         known = {**group, "d": d}
         return {name: plain(known[name]) for name in self._settings}
 
-    def settings_at(self, r: float, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """A group's settings when steps are to probe and move at most `r` far; its lr is then a factor.
+    def settings_at(self, r: float, slope: float, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """A group's settings when steps are to probe and move about `r` far; its lr is then a factor.
 
-        Methods that know ``lr="auto"`` override it.
+        `slope` is the usual size of slopes at the start of the run. Methods that know ``lr="auto"`` override it.
         """
         raise InvalidArgumentError(f"{type(self).__name__} has no lr='auto'; give it a number")
 
@@ -224,16 +196,19 @@ class LineSearch(RunState):
         check_number("step", step)
         if recorder:
             recorder.begin(self)
-        objective = Objective(closure, field, self._modules)
+        objective = Objective(closure, field, self._modules, by_example=self.by_example)
         trail = self._trail()
         line = Line(field, step, len(self.param_groups), trail)
         review, searches = None, self._searches(field, None)
         try:
             with line:
                 if trail:
-                    review = Review(len(trail), *line.review(objective))
+                    review = line.review(objective, partial(is_damage, self.auto or {}))
                     searches = self._searches(field, review)
-                taken = searches.run(partial(_query, line, objective), self.directions)
+                if isinstance(self.directions, int):
+                    taken = searches.run(partial(_query, line, objective), self.directions)
+                else:
+                    taken = searches.run_together(partial(_losses, self._perturbation(field, step), objective))
                 if not taken:
                     objective.rewind(generators=False)
                 record = searches.record(step, queries=queries + objective.queries, taken=taken, review=review)
@@ -267,8 +242,7 @@ class LineSearch(RunState):
             self._count(record)
             return
         searches = self._searches(self.field, record.review)
-        losses = [loss for groups in reversed(record.lines) for loss in reversed(groups[0].losses)]
-        taken = searches.run(lambda *_: losses.pop() if losses else math.nan, self.directions)
+        taken, losses = searches.run_again(record, self.directions)
         again = searches.record(record.step, queries=record.queries, taken=taken, review=record.review)
         reviewed = record.review.steps if record.review else 0
         if again.path() != record.path() or losses or record.step != self.steps or reviewed != len(self._trail()):
@@ -289,6 +263,20 @@ class LineSearch(RunState):
             return ()
         return [(step, dict(enumerate(offsets))) for step, offsets in self.auto["trail"]]
 
+    def _perturbation(self, field: Field, step: int) -> Perturbation:
+        """The layers of this step's probes; while surveying all examples share a line, which tells how they agree."""
+        names = {
+            tensor.data_ptr(): name
+            for group in self.param_groups
+            for tensor, name in zip(group["params"], group.get("param_names", ()), strict=False)
+        }
+        return Perturbation(
+            field.slots,
+            [names.get(slot.tensor.data_ptr(), f"parameter {slot.parameter}") for slot in field.slots],
+            partial(field.factors, step),
+            shared=self.auto is not None and is_surveying(self.auto),
+        )
+
     def _searches(self, field: Field, review: Review | None) -> StepSearch:
         """The searches of a step after its review, with copies of the groups' memories."""
         settings = [self._settings_of(group, field.dimension) for group in self.param_groups]
@@ -298,7 +286,7 @@ class LineSearch(RunState):
             if is_surveying(auto):
                 search, settings = survey, [{"r": auto["r"]} for _ in settings]
             else:
-                settings = [self.settings_at(auto["r"], own) for own in settings]
+                settings = [self.settings_at(auto["r"], auto["slope"] or 1.0, own) for own in settings]
         begin = [partial(search, **own) for own in settings]
         return StepSearch(begin, [dict(group["memory"]) for group in self.param_groups], field.reach)
 
@@ -361,7 +349,7 @@ class LineSearch(RunState):
         for group in check_state_dict(state_dict, self.param_groups, optional=OLDER_RUN.keys()):
             self.check(group)
         super().load_state_dict(state_dict)
-        self._run = {**OLDER_RUN, **self._run}
+        self._complete_run()
         self._field = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -371,7 +359,7 @@ class LineSearch(RunState):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self.param_groups:
-            self._run = {**OLDER_RUN, **self._run}
+            self._complete_run()
         self._field = None
         self._modules = Modules()
 
@@ -392,3 +380,10 @@ def _query(line: Line, objective: Objective, direction: int, offsets: Offsets) -
     """The loss at one position."""
     line.goto({direction: offsets})
     return objective()
+
+
+def _losses(perturbation: Perturbation, objective: Objective, offsets: Offsets) -> list[float]:
+    """The losses of all examples, each at the offset along its own line."""
+    with perturbation.at(offsets):
+        losses = objective.query()
+    return example_losses(losses, perturbation.examples)

@@ -20,11 +20,12 @@ class Decision(NamedTuple):
 
 class Review(NamedTuple):
     """What a step found out about the `steps` before it, on its own batch: the losses where they began, and where they
-    would have led had they been twice as long."""
+    would have led had they been twice as long. `back`: the weights went back to where they began, and stay there."""
 
     steps: int
     before: float
     beyond: float
+    back: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class StepRecord:
     gamma, sigma: the slope measured and the spread of recent slopes, for methods that have them.
     t: the offset that the search moves to (of n directions, each moves by t/n).
     review: of the steps before it, if it made one.
+    by_example: whether each line is that of an example; then the weights did not go to the probes, and of n lines each
+        moves by t/sqrt(n).
     """
 
     step: int
@@ -68,6 +71,7 @@ class StepRecord:
     taken: bool
     raised: bool = False
     review: Review | None = None
+    by_example: bool = False
 
     @classmethod
     def of(
@@ -79,9 +83,10 @@ class StepRecord:
         taken: bool,
         raised: bool = False,
         review: Review | None = None,
+        by_example: bool = False,
     ) -> StepRecord:
         loss = _loss_near_zero(lines) if taken else _last_loss(lines)
-        return cls(step, tuple(lines), loss, queries, taken, raised, review)
+        return cls(step, tuple(lines), loss, queries, taken, raised, review, by_example)
 
     @property
     def is_flat(self) -> bool:
@@ -93,7 +98,8 @@ class StepRecord:
         """The position of the weights after the step: for each direction, one offset per group."""
         if not self.taken:
             return {}
-        return {j: tuple(line.t / len(self.lines) for line in groups) for j, groups in enumerate(self.lines)}
+        n = math.sqrt(len(self.lines)) if self.by_example else len(self.lines)
+        return {j: tuple(line.t / n for line in groups) for j, groups in enumerate(self.lines)}
 
     def stand(self) -> dict[int, tuple[float, ...]]:
         """Deprecated: use `destination`."""
@@ -102,6 +108,8 @@ class StepRecord:
 
     def path(self) -> list[dict[int, tuple[float, ...]]]:
         """All positions the weights took: the probes, then the destination."""
+        if self.by_example:
+            return [self.destination()]
         probes = [
             {j: tuple(line.offsets[i] for line in groups)}
             for j, groups in enumerate(self.lines)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 
-from forwardtune.auto import Auto
+from forwardtune.arguments import PER_EXAMPLE
+from forwardtune.auto import Auto, agreement, start
 from forwardtune.noise import Distribution, Field, Slot
 from forwardtune.noise.field import View
 from forwardtune.scales import Scale, relative_scales
@@ -32,6 +34,15 @@ class RunState(Optimizer):
         for group in self.param_groups:
             group["run"] = value
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        # Without its wrapper, which would first import torch._dynamo: that takes nearly as long as torch itself.
+        inspect.unwrap(Optimizer.add_param_group)(self, param_group)
+
+    def _complete_run(self) -> None:
+        """Adds what states lack that are from before it existed."""
+        run = {**OLDER_RUN, **self._run}
+        self._run = {**run, "auto": run["auto"] and {**start(), **run["auto"]}}
+
     @property
     def field(self) -> Field:
         """The noise over all parameters."""
@@ -39,7 +50,12 @@ class RunState(Optimizer):
         if self._field is None or not self._field.covers(params):
             scales = [group.get("scales") or [1.0] * len(group["params"]) for group in self.param_groups]
             self._field = Field(
-                params, seed=self.seed, distribution=self.distribution, backend=self.backend, scales=scales
+                params,
+                seed=self.seed,
+                distribution=self.distribution,
+                backend=self.backend,
+                scales=scales,
+                products=self.by_example,
             )
         return self._field
 
@@ -76,6 +92,11 @@ class RunState(Optimizer):
         return auto
 
     @property
+    def agreement(self) -> float | None:
+        """The mean cosine between the gradients of two examples, where lines are per example and the rate is found."""
+        return agreement(self.auto) if self.auto else None
+
+    @property
     def scale(self) -> Scale:
         """The units of offsets."""
         scale: Scale = self._run["scale"]
@@ -88,9 +109,15 @@ class RunState(Optimizer):
         return distribution
 
     @property
-    def directions(self) -> int:
+    def directions(self) -> int | Literal["per-example"]:
         """How many directions a step searches."""
-        return int(self._run["directions"])
+        directions: int | Literal["per-example"] = self._run["directions"]
+        return directions
+
+    @property
+    def by_example(self) -> bool:
+        """Whether each example of a batch has a line of its own."""
+        return self.directions == PER_EXAMPLE
 
     @property
     def steps(self) -> int:

@@ -6,8 +6,8 @@ every weight by one per cent of the size that is usual in its tensor. Layers dif
 what changes a large one imperceptibly wrecks a small one; in relative units one rate fits them all, and rates lie close
 together on different models.
 
-A tensor of zeros (biases, LoRA's B, gates) has no size of its own. It takes the median of the tensors tuned with it;
-where all are zero, one over the root of the fan-in.
+A tensor of zeros has no size of its own. A matrix (LoRA's B, a new head) takes the size that it would usually have at
+random, one over the root of the fan-in; a vector (biases, gates) takes the median of the tensors tuned with it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ def relative_scales(tensors: Sequence[Tensor]) -> list[float]:
 
     >>> relative_scales([torch.full((2, 2), 0.5), torch.zeros(3), torch.full((4,), 2.0)])
     [0.5, 1.25, 2.0]
+    >>> relative_scales([torch.full((8, 5), 0.125), torch.zeros(20, 4), torch.zeros(20)])
+    [0.125, 0.5, 0.125]
     """
     sizes = [root_mean_square(tensor) for tensor in tensors]
     for size, tensor in zip(sizes, tensors, strict=True):
@@ -46,9 +48,15 @@ def relative_scales(tensors: Sequence[Tensor]) -> list[float]:
     known = [size for size in sizes if size > 0]
     usual = median(known) if known else 0.0
     return [
-        _coarse(max(size, SMALLEST * usual) if size else usual or 1 / math.sqrt(_fan_in(tensor)))
+        _coarse(max(size, SMALLEST * usual) if size else _size_of_zeros(tensor, usual))
         for size, tensor in zip(sizes, tensors, strict=True)
     ]
+
+
+def _size_of_zeros(tensor: Tensor, usual: float) -> float:
+    if tensor.ndim > 1 and tensor.numel():
+        return 1 / math.sqrt(tensor[0].numel())
+    return usual or 1 / math.sqrt(max(1, tensor.numel()))
 
 
 @torch.no_grad()
@@ -64,7 +72,3 @@ def _coarse(scale: float) -> float:
     """Rounded to eight bits, so that it does not depend on the order in which squares were summed."""
     mantissa, exponent = math.frexp(scale)
     return math.ldexp(round(mantissa * 256) / 256, exponent)
-
-
-def _fan_in(tensor: Tensor) -> int:
-    return max(1, tensor.numel() // tensor.shape[0] if tensor.ndim > 1 else tensor.numel())

@@ -25,6 +25,7 @@ class StepSearch:
     def __init__(self, start: Sequence[Callable[[Memory], Search]], memories: Sequence[Memory], reach: float) -> None:
         self._start, self.memories, self._reach = start, memories, reach
         self._lines: list[tuple[LineRecord, ...]] = []
+        self._by_example = False
 
     def run(self, query: Callable[[int, Offsets], float], directions: int) -> bool:
         """Searches until all directions are done or a number is unsound; returns whether all numbers were sound."""
@@ -34,10 +35,63 @@ class StepSearch:
                 return False
         return True
 
+    def run_together(self, query: Callable[[Offsets], Sequence[float]]) -> bool:
+        """Searches along as many directions as a query has losses, all at the same offsets.
+
+        Returns whether all numbers were sound.
+        """
+        self._by_example = True
+        searches = [start(memory) for start, memory in zip(self._start, self.memories, strict=True)]
+        offsets, probed = tuple(next(search) for search in searches), []
+        together: list[list[Search]] = []
+        while _within(self._reach, offsets):
+            losses = query(offsets)
+            probed.append((offsets, losses))
+            if not together:
+                together = [self._begun(offsets) for _ in losses]
+            if not all(map(math.isfinite, losses)):
+                self._lines = _records(probed, [])
+                return False
+            answers = [[_send(search, loss) for search in own] for own, loss in zip(together, losses, strict=True)]
+            if all(isinstance(answer, Decision) for own in answers for answer in own):
+                self._lines = _records(probed, answers)
+                return all(_within(self._reach, (decision.t for decision in own)) for own in answers)
+            if any(own != answers[0] for own in answers):
+                raise InvalidArgumentError(
+                    "lines of their own are probed together, and this method probes where each line's slope leads it; "
+                    "use another, or a number of directions"
+                )
+            offsets = tuple(answers[0])
+        return False
+
+    def run_again(self, record: StepRecord, directions: int | str) -> tuple[bool, list[float]]:
+        """Searches with the losses of a record; returns whether all numbers were sound, and losses that were left."""
+        if isinstance(directions, int):
+            losses = [loss for groups in reversed(record.lines) for loss in reversed(groups[0].losses)]
+            return self.run(lambda *_: losses.pop() if losses else math.nan, directions), losses
+        by_probe = list(zip(*(groups[0].losses for groups in record.lines), strict=True))[::-1]
+        taken = self.run_together(lambda _: by_probe.pop() if by_probe else [math.nan] * len(record.lines))
+        return taken, [loss for losses in by_probe for loss in losses]
+
+    def _begun(self, offsets: Offsets) -> list[Search]:
+        """The searches of one more line, all groups', after their first probe."""
+        searches = [start(memory) for start, memory in zip(self._start, self.memories, strict=True)]
+        if tuple(map(next, searches)) != offsets:
+            raise InvalidArgumentError("the searches of all lines must probe at the same offsets")
+        return searches
+
     def record(
         self, step: int, *, queries: int, taken: bool, raised: bool = False, review: Review | None = None
     ) -> StepRecord:
-        return StepRecord.of(step, self._lines, queries=queries, taken=taken, raised=raised, review=review)
+        return StepRecord.of(
+            step,
+            self._lines,
+            queries=queries,
+            taken=taken,
+            raised=raised,
+            review=review,
+            by_example=self._by_example,
+        )
 
 
 def drive(
@@ -72,6 +126,19 @@ def drive(
     finally:
         probed = zip(*offsets, strict=True)
         lines.append(tuple(LineRecord(o, tuple(losses), *d) for o, d in zip(probed, decisions, strict=True)))
+
+
+def _records(
+    probed: Sequence[tuple[Offsets, Sequence[float]]], decisions: Sequence[Sequence[Decision]]
+) -> list[tuple[LineRecord, ...]]:
+    """What the lines did that were searched together, in each group."""
+    offsets = list(zip(*(offsets for offsets, _ in probed), strict=True))
+    losses = list(zip(*(losses for _, losses in probed), strict=True))
+    decisions = decisions or [[Decision(0.0)] * len(offsets)] * len(losses)
+    return [
+        tuple(LineRecord(at, own, *decision) for at, decision in zip(offsets, decided, strict=True))
+        for own, decided in zip(losses, decisions, strict=True)
+    ]
 
 
 def _within(reach: float, offsets: Iterable[float]) -> bool:

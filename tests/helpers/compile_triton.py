@@ -10,8 +10,9 @@ from triton.compiler import ASTSource
 from forwardtune.noise.backends import cuda_triton
 from forwardtune.noise.backends.kinds import NORMAL, RADEMACHER, UNIFORM
 
-TABLES = dict.fromkeys(("table", "shapes", "strides", "directions"), "*i64") | {"offsets": "*fp64"}
-SCALARS = dict.fromkeys(("terms", "groups", "step", "k0", "k1"), "i64")
+TABLES = dict.fromkeys(("table", "shapes", "strides", "steps", "directions"), "*i64")
+TABLES |= dict.fromkeys(("scales", "lengths", "offsets"), "*fp64")
+SCALARS = dict.fromkeys(("terms", "groups", "k0", "k1"), "i64")
 CONSTANTS = ("kind", "dtype", "compute", "dims")
 
 

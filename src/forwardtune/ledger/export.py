@@ -2,7 +2,8 @@
 
 A column has one number per step, or (all but `loss`) a single one if it never changes. `probe.d.i.g` is the offset of
 probe i along direction d in group g, `visited.d` the number of probes made along it, `t.d.g` the offset that the search
-decided on, `kind` whether the step was taken, `review` how many earlier steps it reviewed, `loss` its loss as float32.
+decided on, `kind` whether the step was taken, `review` how many earlier steps it reviewed, `back` whether it undid
+them, `loss` its loss as float32.
 The metadata `columns` maps some columns to another that they are multiples of, by -1, 0 or 1: often t is one of the
 probes, and one probe the negative of another.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,8 @@ from safetensors.numpy import save
 from forwardtune.errors import LedgerError
 from forwardtune.files import create_file
 from forwardtune.ledger.format import EXPORT_FORMAT, NOT_TAKEN, RAISED, SCHEMA, TAKEN, Column, checksum
-from forwardtune.ledger.reader import RecordedRun, read
+from forwardtune.ledger.reader import read
+from forwardtune.record import StepRecord
 
 
 def export(path: str | os.PathLike[str], out: str | os.PathLike[str], *, until: int | None = None) -> None:
@@ -34,7 +36,11 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], *, until: 
     if not target.parent.is_dir():
         raise LedgerError(f"there is no folder {target.parent} to write to")
     run.warn_of_buffers(end)
-    arrays, bases = _encode(_table(run, end))
+    records = list(run.records(run.header.step, end))
+    lines = run.header.directions
+    if not isinstance(lines, int):
+        lines = max((len(record.lines) for record in records), default=0)
+    arrays, bases = _encode(_table(records, len(run.header.groups), lines))
     state = [item for item in run.state if item.is_buffer] if end == run.state_end else []
     arrays |= {f"state.{i}": np.frombuffer(item.value, np.uint8) for i, item in enumerate(state)}
     metadata = {
@@ -42,6 +48,7 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], *, until: 
         "schema": str(SCHEMA),
         "header": run.header.to_json(),
         "steps": str(end - run.header.step),
+        "lines": str(lines),
         "columns": json.dumps(bases),
         "anchors": json.dumps([[a.step, a.digest] for a in run.anchors if a.step <= end]),
         "buffers": str(int(run.changed_buffers(end))),
@@ -56,10 +63,9 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], *, until: 
         raise LedgerError(f"{target} cannot be written ({error})") from error
 
 
-def _table(run: RecordedRun, end: int) -> dict[str, Column]:
+def _table(records: Sequence[StepRecord], groups: int, directions: int) -> dict[str, Column]:
     """All columns, with one number per step."""
-    records = list(run.records(run.header.step, end))
-    n, groups, directions = len(records), len(run.header.groups), run.header.directions
+    n = len(records)
     visited = np.array(
         [[len(r.lines[d][0].losses) if d < len(r.lines) else 0 for d in range(directions)] for r in records], np.uint16
     ).reshape(n, directions)
@@ -67,6 +73,7 @@ def _table(run: RecordedRun, end: int) -> dict[str, Column]:
         "kind": np.array([TAKEN if r.taken else RAISED if r.raised else NOT_TAKEN for r in records], np.uint8),
         "loss": np.array([r.loss for r in records], np.float64).astype(np.float32),
         "review": np.array([r.review.steps if r.review else 0 for r in records], np.uint16),
+        "back": np.array([bool(r.review and r.review.back) for r in records], np.uint8),
     }
     for d in range(directions):
         table[f"visited.{d}"] = visited[:, d].copy()
@@ -76,7 +83,9 @@ def _table(run: RecordedRun, end: int) -> dict[str, Column]:
                 values = [r.lines[d][g].offsets[i] if was else 0.0 for r, was in zip(records, made, strict=True)]
                 table[f"probe.{d}.{i}.{g}"] = _filled(np.array(values), made) + 0.0  # zeros without a sign
         for g in range(groups):
-            table[f"t.{d}.{g}"] = np.array([r.lines[d][g].t if r.taken else 0.0 for r in records]) + 0.0
+            table[f"t.{d}.{g}"] = (
+                np.array([r.lines[d][g].t if r.taken and d < len(r.lines) else 0.0 for r in records]) + 0.0
+            )
     return table
 
 

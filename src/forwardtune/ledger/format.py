@@ -5,6 +5,9 @@ The header describes the run and the weights it started from. A step is packed a
     kind, queries so far, of a review its number of steps and two losses, the numeric settings of each group,
     then for each probe its direction, loss and offset in each group,
     then, if the step was taken, the offset decided on in each direction and group
+
+If examples have lines of their own, the last two are: the number of lines and of probes, the offset of each probe in
+each group, each line's losses, and, if the step was taken, the offset decided on in each line and group.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from forwardtune.arguments import check_directions
 from forwardtune.auto import SPAN, start
 from forwardtune.errors import InvalidArgumentError, LedgerError
 from forwardtune.noise import DISTRIBUTIONS, NOISE_VERSION
@@ -32,8 +36,9 @@ from forwardtune.scales import SCALES
 
 SCHEMA = 2
 TAKEN, NOT_TAKEN, RAISED = 0, 1, 2
-NEW_STATE, WITH_BUFFERS, REVIEWED = 4, 8, 16
-"""Added to the kind of a step that changed the run's state, of one whose state includes buffers, and of a review."""
+NEW_STATE, WITH_BUFFERS, REVIEWED, WENT_BACK = 4, 8, 16, 32
+"""Added to the kind of a step that changed the run's state, of one whose state includes buffers, of one that reviewed
+others, and of one that then undid them."""
 
 EXPORT_FORMAT = "forwardtune ledger"
 Column = np.ndarray[Any, Any]
@@ -95,7 +100,7 @@ class Header:
     defaults: Mapping[str, Any]
     seed: int
     distribution: Any
-    directions: int
+    directions: int | str
     max_nonfinite: int
     fsync: Any
     checkpoint_every: int | None
@@ -124,6 +129,8 @@ class Header:
         """The header, checked, since the file may come from anyone."""
         try:
             values = {name: immutable(value) for name, value in json.loads(text).items()}
+            if isinstance(values.get("auto"), dict):
+                values["auto"] = {**start(), **values["auto"]}
             values["groups"] = tuple(Group(**group) for group in values["groups"])
             values["parameters"] = tuple(Parameter(**parameter) for parameter in values["parameters"])
             header = cls(**values)
@@ -140,7 +147,7 @@ class Header:
     def _check(self) -> None:
         check_number("seed", self.seed)
         check_number("step", self.step)
-        check_number("direction", self.directions - 1)
+        check_directions(self.directions, self.distribution)
         _require(self.distribution in DISTRIBUTIONS, f"distribution {self.distribution!r}")
         _require(self.scale in SCALES, f"scale {self.scale!r}")
         _require(self.auto is None or (isinstance(self.auto, dict) and self.auto.keys() == start().keys()), "auto")
@@ -184,13 +191,17 @@ class Row(NamedTuple):
     settings: str | None = None
 
 
-def pack(record: StepRecord, flags: int, settings: Sequence[float]) -> bytes:
+def pack(record: StepRecord, flags: int, settings: Sequence[float], *, by_example: bool = False) -> bytes:
     """The numbers of a step; `flags` (NEW_STATE, WITH_BUFFERS) describe the state after it."""
     kind = TAKEN if record.taken else RAISED if record.raised else NOT_TAKEN
     numbers: list[float] = [kind + flags, record.queries]
     if record.review:
-        numbers = [kind + flags + REVIEWED, record.queries, *record.review]
+        flags += REVIEWED + WENT_BACK * record.review.back
+        numbers = [kind + flags, record.queries, *record.review[:3]]
     numbers += settings
+    if by_example:
+        numbers += _pack_examples(record)
+        return struct.pack(f"<{len(numbers)}d", *numbers)
     for direction, groups in enumerate(record.lines):
         for i, loss in enumerate(groups[0].losses):
             numbers += (direction, loss, *[line.offsets[i] for line in groups])
@@ -199,10 +210,37 @@ def pack(record: StepRecord, flags: int, settings: Sequence[float]) -> bytes:
     return struct.pack(f"<{len(numbers)}d", *numbers)
 
 
+def _pack_examples(record: StepRecord) -> list[float]:
+    """The lines of examples, which are probed at the same offsets."""
+    first = record.lines[0] if record.lines else ()
+    numbers: list[float] = [len(record.lines), len(first[0].losses) if first else 0]
+    numbers += [offset for line in first for offset in line.offsets]
+    numbers += [loss for groups in record.lines for loss in groups[0].losses]
+    return numbers + [line.t for groups in record.lines for line in groups if record.taken]
+
+
+def _unpack_examples(rest: Sequence[float], groups: int, taken: bool) -> list[tuple[LineRecord, ...]]:
+    lines, probes = (int(number) for number in rest[:2])
+    _require(lines >= 0 and probes >= 0, f"{lines} lines with {probes} probes")
+    rest = rest[2:]
+    _require(len(rest) == groups * probes + lines * (probes + groups * taken), f"{len(rest)} numbers")
+    offsets = [tuple(rest[g * probes : (g + 1) * probes]) for g in range(groups)]
+    losses, targets = rest[groups * probes :], rest[groups * probes + lines * probes :]
+    return [
+        tuple(
+            LineRecord(
+                offsets[g], tuple(losses[j * probes : (j + 1) * probes]), targets[j * groups + g] if taken else 0.0
+            )
+            for g in range(groups)
+        )
+        for j in range(lines)
+    ]
+
+
 def has_flag(packed: bytes, flag: int) -> bool:
     """Whether a packed step has the flag NEW_STATE, WITH_BUFFERS or REVIEWED."""
     kind = struct.unpack_from("<d", packed)[0] if len(packed) >= 8 else 0.0
-    return 0 <= kind < 2 * REVIEWED and bool(int(kind) & flag)
+    return 0 <= kind < 2 * WENT_BACK and bool(int(kind) & flag)
 
 
 def unpack(step: int, packed: bytes, header: Header) -> tuple[StepRecord, list[dict[str, float]]]:
@@ -210,17 +248,22 @@ def unpack(step: int, packed: bytes, header: Header) -> tuple[StepRecord, list[d
     groups, directions = len(header.groups), header.directions
     try:
         kind, queries, *rest = struct.unpack(f"<{len(packed) // 8}d", packed)
-        _require(0 <= kind < 2 * REVIEWED and kind % NEW_STATE in (TAKEN, NOT_TAKEN, RAISED), f"kind {kind:g}")
+        _require(0 <= kind < 2 * WENT_BACK and kind % NEW_STATE in (TAKEN, NOT_TAKEN, RAISED), f"kind {kind:g}")
         review = None
         if int(kind) & REVIEWED:
-            review, rest = Review(int(rest[0]), rest[1], rest[2]), rest[3:]
+            review, rest = Review(int(rest[0]), rest[1], rest[2], bool(int(kind) & WENT_BACK)), rest[3:]
             _require(0 < review.steps <= SPAN, f"a review of {review.steps} steps")
         settings = []
         for group in header.groups:
             names = group.numbers
             values, rest = rest[: len(names)], rest[len(names) :]
             settings.append({n: _like(group.settings[n], value) for n, value in zip(names, values, strict=True)})
-        taken = kind % NEW_STATE == TAKEN
+        taken, raised = kind % NEW_STATE == TAKEN, kind % NEW_STATE == RAISED
+        if not isinstance(directions, int):
+            examples, counted = _unpack_examples(rest, groups, taken), int(queries)
+            return StepRecord.of(
+                step, examples, queries=counted, taken=taken, raised=raised, review=review, by_example=True
+            ), settings
         split = len(rest) - directions * groups if taken else len(rest)
         _require(split >= 0 and split % (2 + groups) == 0, f"{len(rest)} numbers")
         probes = [rest[i : i + 2 + groups] for i in range(0, split, 2 + groups)]
@@ -232,7 +275,6 @@ def unpack(step: int, packed: bytes, header: Header) -> tuple[StepRecord, list[d
             pairs = zip(offsets, targets[len(lines)], strict=True)
             lines.append(tuple(LineRecord(o, losses, t) for o, t in pairs))
         _require(len(lines) == directions or not taken, f"{len(lines)} of {directions} directions")
-        raised = kind % NEW_STATE == RAISED
         record = StepRecord.of(step, lines, queries=int(queries), taken=taken, raised=raised, review=review)
     except (struct.error, ValueError, OverflowError, IndexError) as error:
         complaint = f"step {step} of the ledger is invalid ({error}); get an undamaged copy of the file"

@@ -230,8 +230,11 @@ class ExportedRun(RecordedRun):
         self._has_buffers = metadata["buffers"] == "1"
         self.state_end = self.end if self.state or not self._has_buffers else self.header.step
         self._columns, self._bases = arrays, json.loads(metadata["columns"])
+        self._by_example = not isinstance(self.header.directions, int)
+        self._lines = int(metadata["lines"] if self._by_example else self.header.directions)
         self._check_columns(int(metadata["steps"]))
-        visited = sum(self._full(f"visited.{d}").astype(np.int64) for d in range(self.header.directions))
+        probed = [self._full(f"visited.{d}").astype(np.int64) for d in range(self._lines)]
+        visited = np.sum(probed[:1] if self._by_example else probed, axis=0)
         reviews = self._full("review").astype(np.int64) > 0 if "review" in arrays else 0
         self._queries = self.header.queries + np.cumsum(visited + 2 * reviews)
 
@@ -240,7 +243,7 @@ class ExportedRun(RecordedRun):
 
     def _check_columns(self, steps: int) -> None:
         """Checks that no column is missing, of the wrong length, or a multiple of one that is itself a multiple."""
-        groups, directions = range(len(self.header.groups)), range(self.header.directions)
+        groups, directions = range(len(self.header.groups)), range(self._lines)
         needed = ["kind", *(f"visited.{d}" for d in directions), *(f"t.{d}.{g}" for d in directions for g in groups)]
         missing = [name for name in ("loss", *needed) if name not in self._columns]
         if missing:
@@ -264,7 +267,7 @@ class ExportedRun(RecordedRun):
         index, groups = step - self.header.step, range(len(self.header.groups))
         try:
             lines = []
-            for d in range(self.header.directions):
+            for d in range(self._lines):
                 visited = int(self._value(f"visited.{d}", index))
                 if visited > 0:
                     probes = [[self._value(f"probe.{d}.{i}.{g}", index) for i in range(visited)] for g in groups]
@@ -274,9 +277,10 @@ class ExportedRun(RecordedRun):
                     lines.append(tuple(LineRecord(tuple(offsets), unknown, t) for offsets, t in pairs))
             kind, loss = self._value("kind", index), self._value("loss", index)
             steps = int(self._value("review", index)) if "review" in self._columns else 0
-            review = Review(steps, float("nan"), float("nan")) if steps else None
+            back = "back" in self._columns and self._value("back", index) == 1
+            review = Review(steps, float("nan"), float("nan"), back) if steps else None
             taken, raised, queries = kind == TAKEN, kind == RAISED, int(self._queries[index])
-            return StepRecord(step, tuple(lines), loss, queries, taken, raised, review)
+            return StepRecord(step, tuple(lines), loss, queries, taken, raised, review, self._by_example)
         except (KeyError, ValueError, OverflowError) as error:
             complaint = f"step {step} of the ledger is invalid ({error}); get an undamaged copy of the file"
             raise LedgerError(complaint) from error

@@ -156,7 +156,7 @@ class Ledger:
             self._settings = [_GroupSettings(group, own.numbers) for group, own in pairs]
             changes = dump([own.others for own in self._settings])
         try:
-            return Row(pack(record, flags, numbers), changes)
+            return Row(pack(record, flags, numbers, by_example=optimizer.by_example), changes)
         except struct.error:
             raise InvalidArgumentError(
                 f"settings that were numbers at the start of the run must remain numbers: {numbers}"

@@ -14,14 +14,16 @@ from typing import TypeVar
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from forwardtune.arguments import PER_EXAMPLE
 from forwardtune.errors import LedgerError, warn
 from forwardtune.ledger.fingerprint import combined, digests
 from forwardtune.ledger.format import Header
 from forwardtune.ledger.reader import RecordedRun, read
 from forwardtune.ledger.states import buffers_in, check_buffers, restore_buffers
 from forwardtune.ledger.weights import Model, has_frozen_weights, named_buffers, named_parameters, weights_of
-from forwardtune.line import REVIEWED_AT, Position, StepMove, moves_along, terms_between
+from forwardtune.line import ENDS, REVIEWED_AT, Position, StepMove, moves_along, terms_between
 from forwardtune.noise import Mover, Slot
+from forwardtune.noise.outer import OuterMover, mover_of
 from forwardtune.record import StepRecord
 
 Progress = Callable[[float], None]
@@ -122,11 +124,18 @@ def check_anchor(run: RecordedRun, weights: Sequence[Tensor], step: int) -> None
             )
 
 
-def mover_over(slots: Sequence[Slot], header: Header, backend: str) -> Mover:
-    return Mover(slots, len(header.groups), seed=header.seed, distribution=header.distribution, backend=backend)
+def mover_over(slots: Sequence[Slot], header: Header, backend: str) -> Mover | OuterMover:
+    return mover_of(
+        slots,
+        len(header.groups),
+        seed=header.seed,
+        distribution=header.distribution,
+        backend=backend,
+        products=header.directions == PER_EXAMPLE,
+    )
 
 
-def replay_steps(run: RecordedRun, mover: Mover, start: int, end: int) -> Iterator[float]:
+def replay_steps(run: RecordedRun, mover: Mover | OuterMover, start: int, end: int) -> Iterator[float]:
     """Moves a mover's slots through steps `start` to `end` and yields the fraction that is done."""
     for low in range(start, end, SEGMENT):
         high = min(low + SEGMENT, end)
@@ -139,7 +148,7 @@ def _moves(run: RecordedRun, record: StepRecord) -> Iterator[StepMove]:
     zero = (0.0,) * len(run.header.groups)
     if record.review:
         trail = run.trail(record)
-        for start, end in pairwise((1.0, *REVIEWED_AT, 1.0)):
+        for start, end in pairwise((1.0, *REVIEWED_AT, ENDS[record.review.back])):
             yield from moves_along(trail, start, end, zero)
     position: Position = {}
     for there in record.path():

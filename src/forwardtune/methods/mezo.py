@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from typing_extensions import Unpack
 
-from forwardtune.arguments import Params, check_positive
-from forwardtune.optimizer import LineSearch, RunOptions
+from forwardtune.arguments import Params, check_positive, probe_distance
+from forwardtune.optimizer import LineSearch
 from forwardtune.record import Decision
+from forwardtune.run_options import RunOptions
 from forwardtune.search import Memory, Search
 
 
@@ -26,8 +27,8 @@ class MeZO(LineSearch):
 
     Args:
         params: parameters, named parameters or group dicts to tune.
-        lr: the step size.
-        rho: half the distance between the two probes.
+        lr: the step size, or ``"auto"`` to find it while training; see :mod:`forwardtune.auto`.
+        rho: half the distance between the two probes, 1e-3 by default.
         **run: see :class:`forwardtune.RunOptions`.
 
     >>> import torch
@@ -41,8 +42,18 @@ class MeZO(LineSearch):
 
     search = staticmethod(mezo)
 
-    def __init__(self, params: Params, lr: float = 1e-4, *, rho: float = 1e-3, **run: Unpack[RunOptions]) -> None:
-        super().__init__(params, {"lr": lr, "rho": rho}, **run)
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Literal["auto"] = 1e-4,
+        *,
+        rho: float | None = None,
+        **run: Unpack[RunOptions],
+    ) -> None:
+        super().__init__(params, {"lr": lr, "rho": probe_distance(lr, rho)}, **run)
+
+    def settings_at(self, r: float, slope: float, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {"lr": settings["lr"] * r / slope, "rho": r}
 
     def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)

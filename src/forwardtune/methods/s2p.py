@@ -9,8 +9,9 @@ from typing_extensions import Unpack
 
 from forwardtune.arguments import Params, check_integer, check_positive
 from forwardtune.errors import InvalidArgumentError
-from forwardtune.optimizer import LineSearch, RunOptions
+from forwardtune.optimizer import LineSearch
 from forwardtune.record import Decision
+from forwardtune.run_options import RunOptions
 from forwardtune.search import Memory, Search
 from forwardtune.theory import step_sizes
 

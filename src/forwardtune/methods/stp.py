@@ -8,8 +8,9 @@ from typing import Any, Literal
 from typing_extensions import Unpack
 
 from forwardtune.arguments import Params
-from forwardtune.optimizer import LineSearch, RunOptions
+from forwardtune.optimizer import LineSearch
 from forwardtune.record import Decision
+from forwardtune.run_options import RunOptions
 from forwardtune.search import Memory, Search
 
 
@@ -45,5 +46,5 @@ class STP(LineSearch):
     def __init__(self, params: Params, lr: float | Literal["auto"] = "auto", **run: Unpack[RunOptions]) -> None:
         super().__init__(params, {"lr": lr}, **run)
 
-    def settings_at(self, r: float, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def settings_at(self, r: float, slope: float, settings: Mapping[str, Any]) -> dict[str, Any]:
         return {**settings, "lr": settings["lr"] * r}

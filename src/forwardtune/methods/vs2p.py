@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from typing_extensions import Unpack
 
-from forwardtune.arguments import Params, check_integer, check_positive
-from forwardtune.errors import InvalidArgumentError
-from forwardtune.optimizer import LineSearch, RunOptions
+from forwardtune.arguments import Params, check_integer, check_positive, probe_distance
+from forwardtune.optimizer import LineSearch
 from forwardtune.record import Decision
+from forwardtune.run_options import RunOptions
 from forwardtune.search import Memory, Search
 
 
@@ -81,14 +81,12 @@ class VS2P(LineSearch):
         window: int = 50,
         **run: Unpack[RunOptions],
     ) -> None:
-        if lr == "auto" and rho is not None:
-            raise InvalidArgumentError("lr='auto' finds the distance of probes too; leave rho out, or give an lr")
         if lr is None:
             lr = "auto" if rho is None else 1.0
-        settings = {"lr": lr, "rho": 1e-3 if rho is None else rho, "tau_a": tau_a, "tau_b": tau_b, "window": window}
+        settings = {"lr": lr, "rho": probe_distance(lr, rho), "tau_a": tau_a, "tau_b": tau_b, "window": window}
         super().__init__(params, settings, **run)
 
-    def settings_at(self, r: float, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def settings_at(self, r: float, slope: float, settings: Mapping[str, Any]) -> dict[str, Any]:
         return {**settings, "rho": r}
 
     def check(self, group: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ from forwardtune.noise.backends import reference
 from forwardtune.noise.backends.chunks import DTYPES
 from forwardtune.noise.distributions import Distribution
 from forwardtune.noise.mover import Mover
+from forwardtune.noise.outer import Factors, OuterMover, mover_of
 from forwardtune.noise.types import Key, Slot, Term
 
 
@@ -45,7 +46,8 @@ class Field:
     >>> x
     tensor([-0.5000,  0.5000, -0.5000])
 
-    `scales` has a number for each tensor, which its directions are multiplied by; they are all 1 by default.
+    `scales` has a number for each tensor, which its directions are multiplied by; they are all 1 by default. With
+    `products` directions are those of :mod:`forwardtune.noise.outer`.
     `dimension` is the number of elements that move. `reach`, one over the square root of the coarsest dtype's
     precision, is a rough limit for offsets: beyond it, rounding would swallow weights of ordinary size.
     """
@@ -58,8 +60,9 @@ class Field:
         distribution: Distribution = "rademacher",
         backend: str = "auto",
         scales: Iterable[Iterable[float]] | None = None,
+        products: bool = False,
     ) -> None:
-        self.seed, self.distribution, self.backend = seed, distribution, backend
+        self.seed, self.distribution, self.backend, self.products = seed, distribution, backend, products
         members = list(groups)
         self.groups = len(members)
         self._tensors = _numbered(members)
@@ -70,7 +73,14 @@ class Field:
         for number, (_, tensor) in enumerate(self._tensors):
             check_tensor(tensor, f"parameter {number}")
         slots = _distinct(self._tensors, self._scales)
-        self._mover = Mover(slots, self.groups, seed=self.seed, distribution=self.distribution, backend=self.backend)
+        self._mover = mover_of(
+            slots,
+            self.groups,
+            seed=self.seed,
+            distribution=self.distribution,
+            backend=self.backend,
+            products=self.products,
+        )
         self.dimension = self._mover.dimension
         self._moving = [slot.tensor for slot in slots if not slot.tensor.is_inference()]
         self.devices = {slot.tensor.device for slot in slots}
@@ -91,14 +101,19 @@ class Field:
     @property
     def backends(self) -> str:
         """The backends that move the tensors, by name."""
-        return "+".join(backend.name for backend in self._mover.backends)
+        return "+".join(self._mover.names)
 
     @property
-    def mover(self) -> Mover:
+    def mover(self) -> Mover | OuterMover:
         """Moves the tensors, wherever their memory is by now; see :class:`Term`, and `touch` afterwards."""
         if any(tensor.data_ptr() != view.address for (_, tensor), view in zip(self._tensors, self._views, strict=True)):
             self._plan()
         return self._mover
+
+    def factors(self, step: int, lines: int) -> list[Factors]:
+        """Of directions that are products: their factors in every slot."""
+        assert isinstance(self._mover, OuterMover)
+        return self._mover.factors(step, lines)
 
     def refresh(self) -> None:
         """Notices tensors whose memory, dtype or layout has changed, or that were frozen or unfrozen."""
@@ -122,6 +137,8 @@ class Field:
 
     def values(self, step: int, direction: int, parameter: int, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop` of the direction in one parameter, as float64 on the CPU."""
+        if isinstance(self._mover, OuterMover):
+            return self._mover.values(step, direction, parameter)[start:stop]
         key = Key(self.seed, step, self.distribution)
         scale = next((slot.scale for slot in self.slots if slot.parameter == parameter), 1.0)
         noise = reference.values(key, direction, parameter, start, stop, torch.device("cpu")).to(torch.float64)

@@ -32,11 +32,7 @@ def check_number(name: str, value: int) -> None:
 
 
 class Mover:
-    """Slots and the backends that move them. `groups` is the number of parameter groups that terms have offsets for.
-
-    Backends know nothing of scales: slots of one group with one scale make a track, and they are given an offset for
-    each track in the place of one for each group.
-    """
+    """Slots and the backends that move them. `groups` is the number of parameter groups that terms have offsets for."""
 
     def __init__(
         self,
@@ -56,14 +52,11 @@ class Mover:
         self.slots, self.groups, self.seed, self.distribution = tuple(slots), groups, seed, distribution
         self.backend, self._whole = backend, whole
         self.dimension = sum(slot.tensor.numel() for slot in slots)
-        scaled = any(slot.scale != 1 for slot in slots)
-        tracks = {(slot.group, slot.scale) for slot in slots} if scaled else {(group, 1.0) for group in range(groups)}
-        self._tracks = sorted(tracks)
         by_kind: dict[type[Backend], list[Slot]] = {}
         for slot in slots:
-            track = self._tracks.index((slot.group, slot.scale))
-            by_kind.setdefault(choose(backend, slot.tensor.device), []).append(Slot(slot.tensor, slot.parameter, track))
+            by_kind.setdefault(choose(backend, slot.tensor.device), []).append(slot)
         self.backends = [kind(members) for kind, members in by_kind.items()]
+        self.names = [member.name for member in self.backends]
         self._lengths: dict[tuple[int, int], float] = {}
 
     def part(self, slots: Sequence[Slot]) -> Mover:
@@ -74,20 +67,17 @@ class Mover:
 
     def move(self, step: int, terms: Sequence[Term]) -> None:
         """Moves all tensors along directions of a step, in one pass; see :class:`Term`."""
-        key, terms = self._key(step), self._by_track(step, terms)
-        if terms:
-            for backend in self.backends:
-                backend.move(key, terms)
+        self.chain([(step, terms)])
 
     def chain(self, moves: Iterable[tuple[int, Sequence[Term]]]) -> None:
-        """Makes the moves of many steps, one after the other, while the weights are in the cache."""
-        keyed = [(self._key(step), self._by_track(step, terms)) for step, terms in moves if terms]
-        if keyed:
+        """Makes the moves of many steps, one after the other, in one pass."""
+        keyed = [(self._key(step), self._checked(step, terms)) for step, terms in moves]
+        if any(terms for _, terms in keyed):
             for backend in self.backends:
-                backend.chain(keyed)
+                backend.move(keyed)
 
-    def _by_track(self, step: int, terms: Sequence[Term]) -> Sequence[Term]:
-        """The terms with an offset for each track, in units of the noise that backends make."""
+    def _checked(self, step: int, terms: Sequence[Term]) -> Sequence[Term]:
+        """The terms with their lengths."""
         check_number("step", step)
         for term in terms:
             check_number("direction", term.direction)
@@ -95,13 +85,9 @@ class Mover:
                 raise InvalidArgumentError(
                     f"a term needs one `back` and one `forth` for each of the {self.groups} groups, not {term}"
                 )
-        return [self._scaled(term, self.length(step, term.direction)) for term in terms]
-
-    def _scaled(self, term: Term, length: float) -> Term:
-        back, forth = (
-            [offsets[g] * scale * length for g, scale in self._tracks] for offsets in (term.back, term.forth)
-        )
-        return Term(term.direction, back, forth)
+        if self.distribution != "sphere":
+            return terms
+        return [term._replace(length=self.length(step, term.direction)) for term in terms]
 
     def length(self, step: int, direction: int) -> float:
         """What the noise that backends make is multiplied by to get `s`: 1, except for the sphere.

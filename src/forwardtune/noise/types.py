@@ -41,12 +41,13 @@ class Term(NamedTuple):
 
     Both sums are rounded to the tensor's dtype. Going back subtracts exactly what was added, which restores the old
     weights, except where the sum had crossed a power of two or was a tie: those may be off by one unit in the last
-    place.
+    place. `length` is what the noise is multiplied by, which the mover knows: 1, except for the sphere.
     """
 
     direction: int
     back: Sequence[float]
     forth: Sequence[float]
+    length: float = 1.0
 
 
 Move = tuple[Key, Sequence[Term]]

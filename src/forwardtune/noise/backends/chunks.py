@@ -19,10 +19,11 @@ ADDRESS, COUNT, START, PARAMETER, GROUP, DTYPE, SIZE, LAYOUT = range(len(COLUMNS
 
 
 class Chunks:
-    """A table of chunks of at most `size` elements each, and the shapes and strides of strided tensors."""
+    """A table of chunks of at most `size` elements each, their scales, and shapes and strides of strided tensors."""
 
     def __init__(self, slots: Sequence[Slot], size: int) -> None:
         rows: list[dict[str, int]] = []
+        scales: list[float] = []
         layouts: list[tuple[Sequence[int], Sequence[int]]] = []
         for slot in slots:
             t = slot.tensor
@@ -35,8 +36,10 @@ class Chunks:
             for start in range(0, t.numel(), size):
                 address = t.data_ptr() + (start * item if layout < 0 else 0)
                 rows.append({"address": address, "count": min(size, t.numel() - start), "start": start, **same})
+                scales.append(slot.scale)
         dims = max((len(shape) for shape, _ in layouts), default=1)
         self.table = np.array([[row[name] for name in COLUMNS] for row in rows], np.int64).reshape(-1, len(COLUMNS))
+        self.scales = np.array(scales, np.float64)
         self.shapes = _padded([shape for shape, _ in layouts], dims, 1)
         self.strides = _padded([strides for _, strides in layouts], dims, 0)
         self.elements = int(self.table[:, COUNT].sum())

@@ -20,9 +20,10 @@ import triton.language as tl
 
 from forwardtune.noise import distributions as D
 from forwardtune.noise.backends import chunks, kinds
+from forwardtune.noise.backends.arrays import Terms
 from forwardtune.noise.backends.chunks import Chunks
 from forwardtune.noise.backends.kinds import KINDS
-from forwardtune.noise.types import Key, Move, Slot, Term
+from forwardtune.noise.types import Key, Move, Slot
 
 RADEMACHER, UNIFORM = (tl.constexpr(kind) for kind in (kinds.RADEMACHER, kinds.UNIFORM))
 COLUMNS = tl.constexpr(len(chunks.COLUMNS))
@@ -118,9 +119,18 @@ def _pointers(address, element, start, shape, strides, dtype: tl.constexpr, dims
     return (address + offset).to(tl.pointer_type(dtype))
 
 
-@triton.jit(do_not_specialize=["terms", "groups", "step", "k0", "k1"])
+@triton.jit
+def _load_term(steps, directions, lengths, offsets, groups, term, group, scale):
+    """What a term adds in a group, and the key of its noise."""
+    length = tl.load(lengths + term)
+    back = tl.load(offsets + 2 * term * groups + group) * scale * length
+    forth = tl.load(offsets + (2 * term + 1) * groups + group) * scale * length
+    return back, forth, tl.load(steps + term), tl.load(directions + term)
+
+
+@triton.jit(do_not_specialize=["terms", "groups", "k0", "k1"])
 def _move(
-    table, shapes, strides, directions, offsets, terms, groups, step, k0, k1,
+    table, scales, shapes, strides, steps, directions, lengths, offsets, terms, groups, k0, k1,
     kind: tl.constexpr, dtype: tl.constexpr, compute: tl.constexpr, dims: tl.constexpr,
 ):  # fmt: skip
     """Moves one chunk along every term."""
@@ -128,16 +138,16 @@ def _move(
     address, count, start = tl.load(row + ADDRESS), tl.load(row + COUNT), tl.load(row + START)
     parameter, group, layout = tl.load(row + PARAMETER), tl.load(row + GROUP), tl.load(row + LAYOUT)
     shape, stride = shapes + layout * dims, strides + layout * dims
+    scale = tl.load(scales + tl.program_id(0))
     if kind == RADEMACHER:
         bit = tl.arange(0, 32)[None, None, :]
         element = _first_elements(CHUNK, 32)[:, :, None] + bit
         pointers = _pointers(address, element, start, shape, stride, dtype, dims)
         x = tl.load(pointers, mask=element < count)
         for term in range(terms):
-            back = tl.load(offsets + 2 * term * groups + group)
-            forth = tl.load(offsets + (2 * term + 1) * groups + group)
+            back, forth, step, direction = _load_term(steps, directions, lengths, offsets, groups, term, group, scale)
             if back != forth:
-                words = _words(start, CHUNK, tl.load(directions + term), parameter, step, k0, k1)
+                words = _words(start, CHUNK, direction, parameter, step, k0, k1)
                 sign = (words[:, :, None] >> bit.to(tl.uint32) & 1).to(tl.int32)
                 x = _move_term(x, (1 - 2 * sign).to(tl.float32), back, forth, compute)
         tl.store(pointers, x, mask=element < count)
@@ -149,10 +159,9 @@ def _move(
         x1 = tl.load(pointers1, mask=first < count)
         x2 = tl.load(pointers2, mask=second < count)
         for term in range(terms):
-            back = tl.load(offsets + 2 * term * groups + group)
-            forth = tl.load(offsets + (2 * term + 1) * groups + group)
+            back, forth, step, direction = _load_term(steps, directions, lengths, offsets, groups, term, group, scale)
             if back != forth:
-                words = _words(start, BLOCK, tl.load(directions + term), parameter, step, k0, k1)
+                words = _words(start, BLOCK, direction, parameter, step, k0, k1)
                 if kind == UNIFORM:
                     noise1, noise2 = _uniform(words)
                 else:
@@ -193,15 +202,10 @@ class CudaTriton:
             alike.setdefault((t.device, t.dtype, 0 if t.is_contiguous() else t.dim()), []).append(slot)
         self.launches = [_Launch(*key, members) for key, members in alike.items()]
 
-    def move(self, key: Key, terms: Sequence[Term]) -> None:
-        directions = torch.tensor([term.direction for term in terms])
-        offsets = torch.tensor([(tuple(term.back), tuple(term.forth)) for term in terms], dtype=torch.float64)
+    def move(self, moves: Sequence[Move]) -> None:
+        terms = [torch.from_numpy(array) for array in Terms.of(moves)]
         for launch in self.launches:
-            launch.move(key, directions, offsets)
-
-    def chain(self, moves: Sequence[Move]) -> None:
-        for key, terms in moves:
-            self.move(key, terms)
+            launch.move(moves[0][0], terms)
 
     def squares(self, key: Key, direction: int) -> int:
         return sum(launch.squares(key, direction) for launch in self.launches)
@@ -214,18 +218,18 @@ class _Launch:
         self.device, self.dtype, self.dims = device, dtype, dims
         members = Chunks(slots, CHUNK.value)
         self.programs = len(members.table)
-        self.table, self.shapes, self.strides = (
-            torch.from_numpy(array).to(device) for array in (members.table, members.shapes, members.strides)
-        )
+        arrays = members.table, members.scales, members.shapes, members.strides
+        self.memory = [torch.from_numpy(array).to(device) for array in arrays]
 
-    def move(self, key: Key, directions: torch.Tensor, offsets: torch.Tensor) -> None:
+    def move(self, key: Key, terms: Sequence[torch.Tensor]) -> None:
+        """Moves along terms, which are the arrays of :class:`Terms` as tensors."""
         if not self.programs:
             return
         compute = tl.float64 if self.dtype == torch.float64 else tl.float32
         with _on(self.device):
             _move[(self.programs,)](
-                self.table, self.shapes, self.strides, directions.to(self.device), offsets.to(self.device),
-                len(directions), offsets.shape[-1], key.step, *key.seed_words,
+                *self.memory, *(array.to(self.device) for array in terms),
+                len(terms[0]), terms[-1].shape[-1], *key.seed_words,
                 kind=KINDS[key.distribution], dtype=TYPES[self.dtype], compute=compute, dims=self.dims, **OPTIONS,
             )  # fmt: skip
 
@@ -233,7 +237,7 @@ class _Launch:
         totals = torch.zeros(self.programs, dtype=torch.int64, device=self.device)
         if self.programs:
             with _on(self.device):
-                _squares[(self.programs,)](self.table, totals, direction, key.step, *key.seed_words, **OPTIONS)
+                _squares[(self.programs,)](self.memory[0], totals, direction, key.step, *key.seed_words, **OPTIONS)
         return int(totals.sum())
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from forwardtune.noise.types import Key, Move, Slot, Term
+from forwardtune.noise.types import Key, Move, Slot
 
 
 class Backend(Protocol):
@@ -21,14 +21,13 @@ class Backend(Protocol):
 
     def __init__(self, slots: Sequence[Slot]) -> None: ...
 
-    def move(self, key: Key, terms: Sequence[Term]) -> None:
-        """`x = (x - back * s) + forth * s` for every slot, term after term.
+    def move(self, moves: Sequence[Move]) -> None:
+        """`x = (x - back * s) + forth * s` for every slot, term after term, move after move.
 
-        An offset of zero is skipped, and so is the whole term where `back` equals `forth`.
+        `back` and `forth` are a term's offsets times the slot's scale, then times the term's length, in double
+        precision. One that is zero is skipped, and so is the whole term where they are equal. All moves have the same
+        seed and distribution.
         """
-
-    def chain(self, moves: Sequence[Move]) -> None:
-        """What `move` does, for one step after the other; all have the same seed and distribution."""
 
     def squares(self, key: Key, direction: int) -> int:
         """The squared length of the direction's normal vector over all slots, in fixed point."""

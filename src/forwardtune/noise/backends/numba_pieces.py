@@ -82,16 +82,11 @@ def rademacher(noise, words):
 
 
 @jit
-def add_signs(x, word, scale):
+def _add_two_signs(address, word, c0, c1):
+    x = carray(pointer(address, f32), (32,))
     for j in range(_32):
-        x[j] += u32(scale ^ u32(u32(word << u32(u32(31) - u32(j))) & u32(0x80000000))).view(f32)
-
-
-@jit
-def add_rademacher(x, words, scale):
-    """The signs of a whole block go straight into float32 sums: the noise itself is never stored."""
-    for k in range(D.BLOCK // 32):
-        add_signs(x[32 * k : 32 * k + 32], words[k], f32(scale).view(u32))
+        sign = u32(u32(word << u32(u32(31) - u32(j))) & u32(0x80000000))
+        x[j] = (x[j] + u32(f32(c0).view(u32) ^ sign).view(f32)) + u32(f32(c1).view(u32) ^ sign).view(f32)
 
 
 @jit
@@ -105,15 +100,19 @@ def _add_five_signs(address, word, c0, c1, c2, c3, c4):
 
 
 @jit
-def add_five_rademacher(address, words, offsets):
-    """Five sums one after the other in a register, for 32 elements per word.
+def add_rademacher(address, words, sums, count):
+    """At most five sums one after the other in a register, 32 elements per word: the noise itself is never stored.
 
     Rounding is symmetric, so the sign is applied to the weight instead of to each offset, and undone before the last
     sum, whose zeros are thus +0.0 as they should be. Offsets of -0.0 change nothing; at least one must not be zero.
     """
-    c0, c1, c2, c3, c4 = f32(offsets[0]), f32(offsets[1]), f32(offsets[2]), f32(offsets[3]), f32(offsets[4])
-    for k in range(u64(words.size)):
-        _add_five_signs(address + u64(128) * k, words[k], c0, c1, c2, c3, c4)
+    c0, c1, c2, c3, c4 = f32(sums[0]), f32(sums[1]), f32(sums[2]), f32(sums[3]), f32(sums[4])
+    if count > 2:
+        for k in range(u64(words.size)):
+            _add_five_signs(address + u64(128) * k, words[k], c0, c1, c2, c3, c4)
+    else:
+        for k in range(u64(words.size)):
+            _add_two_signs(address + u64(128) * k, words[k], c0, c1)
 
 
 _UNIFORM_SCALE = f32(D.UNIFORM_SCALE)

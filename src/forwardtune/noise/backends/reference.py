@@ -110,23 +110,21 @@ class Reference:
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = slots
 
-    def move(self, key: Key, terms: Sequence[Term]) -> None:
+    def move(self, moves: Sequence[Move]) -> None:
+        for key, terms in moves:
+            for term in terms:
+                self._move(key, term)
+
+    def _move(self, key: Key, term: Term) -> None:
         for slot in self.slots:
             compute = torch.promote_types(slot.tensor.dtype, torch.float32)
-            for piece, start in pieces(slot.tensor):
-                for term in terms:
-                    back, forth = term.back[slot.group], term.forth[slot.group]
-                    if back == forth:
-                        continue
-                    noise = self._noise(key, term.direction, slot, piece, start).to(compute)
-                    for offset in (-back, forth):
-                        if offset:
-                            scale = torch.tensor(offset, dtype=compute, device=piece.device)
-                            piece.copy_(piece.to(compute) + noise * scale)
-
-    def chain(self, moves: Sequence[Move]) -> None:
-        for key, terms in moves:
-            self.move(key, terms)
+            back, forth = (offsets[slot.group] * slot.scale * term.length for offsets in (term.back, term.forth))
+            for piece, start in pieces(slot.tensor) if back != forth else ():
+                noise = self._noise(key, term.direction, slot, piece, start).to(compute)
+                for offset in (-back, forth):
+                    if offset:
+                        factor = torch.tensor(offset, dtype=compute, device=piece.device)
+                        piece.copy_(piece.to(compute) + noise * factor)
 
     def squares(self, key: Key, direction: int) -> int:
         total = 0

@@ -1,0 +1,45 @@
+"""The public names, nothing else; `forwardtune` has them."""
+
+from importlib.metadata import version as _version
+
+import forwardtune.theory as theory
+from forwardtune.errors import (
+    BackendError,
+    ExperimentError,
+    ForwardTuneError,
+    InvalidArgumentError,
+    LedgerError,
+    NonFiniteLossError,
+)
+from forwardtune.ledger import Ledger, replay, resume
+from forwardtune.methods import S2P, STP, VS2P, MeZO
+from forwardtune.noise import Field
+from forwardtune.optimizer import LineSearch
+from forwardtune.record import Decision, LineRecord, StepRecord
+from forwardtune.run_options import Recorder, RunOptions
+
+__version__ = _version("forwardtune")
+
+__all__ = [
+    "S2P",
+    "STP",
+    "VS2P",
+    "BackendError",
+    "Decision",
+    "ExperimentError",
+    "Field",
+    "ForwardTuneError",
+    "InvalidArgumentError",
+    "Ledger",
+    "LedgerError",
+    "LineRecord",
+    "LineSearch",
+    "MeZO",
+    "NonFiniteLossError",
+    "Recorder",
+    "RunOptions",
+    "StepRecord",
+    "replay",
+    "resume",
+    "theory",
+]

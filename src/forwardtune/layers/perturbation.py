@@ -1,0 +1,101 @@
+"""Probes that never touch the weights: while they last, every example of the batch sees weights of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from forwardtune.errors import InvalidArgumentError
+from forwardtune.layers.rules import Nudge, rule_of
+from forwardtune.noise.outer import Factors
+from forwardtune.noise.types import Slot
+
+INSTEAD = "use common lines (directions=1), or freeze it with requires_grad_(False)"
+
+
+class Perturbation:
+    """The perturbed layers of one step.
+
+    `factors_of` makes the factors of as many lines as there are examples; with `shared` all examples see the first.
+    `names` are those of the slots, for errors. `examples` is the size of the batch, known once a layer was called.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        names: Sequence[str],
+        factors_of: Callable[[int], Sequence[Factors]],
+        *,
+        shared: bool = False,
+    ) -> None:
+        self._slots, self._names, self._factors_of, self._shared = slots, names, factors_of, shared
+        self._number = {slot.tensor.data_ptr(): number for number, slot in enumerate(slots) if slot.tensor.numel()}
+        self._factors: Sequence[Factors] = ()
+        self._amplitudes: list[float] = []
+        self._covered: set[int] = set()
+        self.examples: int | None = None
+
+    @contextmanager
+    def at(self, offsets: Sequence[float]) -> Iterator[None]:
+        """While it lasts, each example sees weights at an offset along its line, one offset per group."""
+        self._amplitudes = [offsets[slot.group] * slot.scale for slot in self._slots]
+        with register_module_forward_hook(self._perturb):
+            yield
+        missed = [name for number, name in enumerate(self._names) if number not in self._covered]
+        if missed:
+            raise InvalidArgumentError(
+                f"no layer that is known to use {missed[0]} was called ({len(missed)} such parameters), so that "
+                f"examples cannot see it perturbed; {INSTEAD}"
+            )
+
+    def _perturb(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        tuned = {
+            name: self._number[tensor.data_ptr()]
+            for name, tensor in layer._parameters.items()
+            if tensor is not None and tensor.data_ptr() in self._number
+        }
+        if not tuned:
+            return None
+        rule = rule_of(layer)
+        name = self._names[next(iter(tuned.values()))]
+        if rule is None or not args or not isinstance(output, Tensor):
+            raise InvalidArgumentError(
+                f"examples cannot have lines of their own in {name}, since a {type(layer).__name__} is not among the "
+                f"layers that forwardtune can perturb example by example; {INSTEAD}"
+            )
+        x, y = self._rows(args[0], output, name)
+        nudges = {own: Nudge(self._amplitudes[number], self._factors[number]) for own, number in tuned.items()}
+        self._covered |= set(tuned.values())
+        return rule(layer, x, y, nudges)
+
+    def _rows(self, x: Tensor, y: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """Input and output with one row per example."""
+        if self.examples is None:
+            self.examples = n = len(x) if x.ndim else 0
+            own = self._factors_of(1 if self._shared else n)
+            self._factors = [tuple(f.expand(n, -1) for f in of) for of in own] if self._shared else own
+        if len(x) == 1 and self.examples > 1:  # the same for all, such as positions
+            return x.expand(self.examples, *x.shape[1:]), y.expand(self.examples, *y.shape[1:])
+        if len(x) != self.examples or len(y) != self.examples:
+            raise InvalidArgumentError(
+                f"the layer with {name} got {len(x)} rows, and the first layer {self.examples}: which of them belong "
+                f"to which example is not known; {INSTEAD}"
+            )
+        return x, y
+
+
+def example_losses(losses: Any, examples: int | None) -> list[float]:
+    """The losses of all examples, checked."""
+    if not isinstance(losses, Tensor) or losses.ndim != 1 or len(losses) != examples:
+        got = f"a tensor of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise InvalidArgumentError(
+            f"with lines of their own the closure must return one loss per example, {examples} of them, not {got}; for "
+            'instance F.cross_entropy(model(x), y, reduction="none")'
+        )
+    values: list[float] = losses.detach().to(torch.float64).tolist()
+    return values

@@ -1,0 +1,154 @@
+"""Directions that are products: each line of a step has a direction of rank one in every matrix.
+
+In a matrix the direction of line j is `r_j s_j^T`, with `r_j` and `s_j` vectors of signs; in a convolution's weight
+`r_j s_j k_j`, over output channels, input channels and taps; in a vector it is a vector of signs. Products of
+independent signs are signs that are pairwise uncorrelated, so that `E v v^T = I` as for a direction without structure.
+What a layer computes with such a direction costs next to nothing (`forwardtune.layers`), which is what they are for.
+
+The signs are the elements of the parameter's noise (Rademacher) along direction j: first those of `r`, then `s`, `k`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from forwardtune.noise import distributions as D
+from forwardtune.noise.backends.selection import choose
+from forwardtune.noise.distributions import Distribution
+from forwardtune.noise.mover import KEPT, Mover, check_number
+from forwardtune.noise.philox import MASK, philox
+from forwardtune.noise.types import Slot, Term
+
+Factors = tuple[Tensor, ...]
+"""The signs of all lines in one parameter, as float32 of shape (lines, rows); beyond a vector also (lines, columns),
+and of a convolution (lines, taps)."""
+
+
+def factor_sizes(shape: Sequence[int]) -> tuple[int, ...]:
+    """The lengths of a direction's factors in a parameter of this shape.
+
+    >>> factor_sizes((7,)), factor_sizes((3, 5)), factor_sizes((8, 3, 2, 2))
+    ((7,), (3, 5), (8, 3, 4))
+    """
+    if len(shape) <= 2:
+        return tuple(shape) or (1,)
+    return shape[0], shape[1], math.prod(shape[2:])
+
+
+def factors(slots: Sequence[Slot], seed: int, step: int, lines: int) -> list[Factors]:
+    """The signs of lines 0 to `lines` in every slot; all words are made in one go."""
+    sizes = [factor_sizes(slot.tensor.shape) for slot in slots]
+    words = [-(-sum(own) // 32) for own in sizes]
+    number = torch.cat([torch.arange(count) for count in words])
+    parameter = torch.cat([torch.full((n,), slot.parameter) for slot, n in zip(slots, words, strict=True)])
+    block = number // D.TILE_WORDS * D.LANES + number % D.LANES
+    line = torch.arange(lines)[:, None]
+    four = philox(block & MASK, block >> 32 << 16 | line, parameter, torch.tensor(step), seed & MASK, seed >> 32)
+    row = (number // D.LANES % 4).expand(lines, -1)
+    word = torch.stack(four).gather(0, row[None])[0]
+    signs = 1 - 2 * (word[:, :, None] >> torch.arange(32) & 1).to(torch.float32)
+    ends = list(accumulate(words, initial=0))
+    return [
+        _split(signs[:, start:end].reshape(lines, -1), own, slot.tensor.device)
+        for slot, own, (start, end) in zip(slots, sizes, pairwise(ends), strict=True)
+    ]
+
+
+def _split(signs: Tensor, sizes: Sequence[int], device: torch.device) -> Factors:
+    ends = list(accumulate(sizes, initial=0))
+    return tuple(signs[:, start:end].contiguous().to(device) for start, end in pairwise(ends))
+
+
+def as_matrix(own: Factors) -> tuple[Tensor, Tensor]:
+    """Two factors whose outer product is the direction of a parameter, seen as a matrix; a vector is a row."""
+    rows, *rest = own
+    if not rest:
+        return torch.ones(len(rows), 1, device=rows.device), rows
+    return rows, rest[0] if len(rest) == 1 else (rest[0][:, :, None] * rest[1][:, None, :]).flatten(1)
+
+
+def add_reference(tensor: Tensor, own: Factors, offsets: Tensor) -> None:
+    """Adds `sum_j offsets[j] r_j s_j^T` to a tensor: summed line after line, then rounded once to its dtype."""
+    rows, columns = as_matrix(own)
+    compute = torch.promote_types(tensor.dtype, torch.float32)
+    total = torch.zeros(rows.shape[1], columns.shape[1], dtype=compute, device=tensor.device)
+    for r, s, offset in zip(rows.to(compute), columns.to(compute), offsets.to(compute), strict=True):
+        total += (offset * r)[:, None] * s
+    tensor.copy_(tensor.to(compute) + total.view(tensor.shape))
+
+
+class OuterMover:
+    """Moves slots along directions that are products, as :class:`forwardtune.noise.Mover` does along others.
+
+    All terms of a move are one sum, rounded once; going back subtracts exactly what going forth added.
+    """
+
+    def __init__(self, slots: Sequence[Slot], groups: int, *, seed: int, backend: str = "auto") -> None:
+        check_number("seed", seed)
+        self.slots, self.groups, self.seed, self.backend = tuple(slots), groups, seed, backend
+        self.dimension = sum(slot.tensor.numel() for slot in slots)
+        kinds = {choose(backend, slot.tensor.device) for slot in slots}
+        self._kept: dict[tuple[int, int], list[Factors]] = {}
+        self.names = sorted({"numba" if kind.name == "numba" else "reference" for kind in kinds})
+
+    def part(self, slots: Sequence[Slot]) -> OuterMover:
+        """Moves some of the slots, or copies of them, as this one moves them all."""
+        return OuterMover(slots, self.groups, seed=self.seed, backend=self.backend)
+
+    def move(self, step: int, terms: Sequence[Term]) -> None:
+        """Moves all tensors along lines of a step, in one pass for going back and one for going forth."""
+        check_number("step", step)
+        lines = 1 + max((term.direction for term in terms), default=-1)
+        if not lines:
+            return
+        check_number("direction", lines - 1)
+        offsets = torch.zeros(2, lines, self.groups, dtype=torch.float64)
+        offsets[:, [term.direction for term in terms]] = torch.tensor(
+            [[[-t for t in term.back] for term in terms], [list(term.forth) for term in terms]], dtype=torch.float64
+        )
+        for slot, own in zip(self.slots, self.factors(step, lines), strict=True):
+            for part in offsets[:, :, slot.group] * slot.scale:
+                if part.any():
+                    self._add(slot.tensor, own, part)
+
+    def factors(self, step: int, lines: int) -> list[Factors]:
+        """The factors of all slots; those of recent steps are kept, since a review moves along them again."""
+        if (step, lines) not in self._kept:
+            for old in list(self._kept)[: -KEPT + 1]:
+                del self._kept[old]
+            self._kept[step, lines] = factors(self.slots, self.seed, step, lines)
+        return self._kept[step, lines]
+
+    def values(self, step: int, direction: int, parameter: int) -> Tensor:
+        """The direction in one parameter, as float64 on the CPU."""
+        slot = next(slot for slot in self.slots if slot.parameter == parameter)
+        rows, columns = as_matrix(factors([slot], self.seed, step, direction + 1)[0])
+        return slot.scale * (rows[-1][:, None] * columns[-1]).flatten().to("cpu", torch.float64)
+
+    def chain(self, moves: Iterable[tuple[int, Sequence[Term]]]) -> None:
+        """Makes the moves of many steps, one after the other."""
+        for step, terms in moves:
+            self.move(step, terms)
+
+    def _add(self, tensor: Tensor, own: Factors, offsets: Tensor) -> None:
+        fast = choose(self.backend, tensor.device).name == "numba" and tensor.is_contiguous()
+        if fast and tensor.dtype in (torch.float32, torch.float64):
+            from forwardtune.noise.backends.numba_outer import add_outer
+
+            add_outer(tensor, *as_matrix(own), offsets)
+        else:
+            add_reference(tensor, own, offsets)
+
+
+def mover_of(
+    slots: Sequence[Slot], groups: int, *, seed: int, distribution: Distribution, backend: str, products: bool
+) -> Mover | OuterMover:
+    """The mover along directions that are products, or along others."""
+    if products:
+        return OuterMover(slots, groups, seed=seed, backend=backend)
+    return Mover(slots, groups, seed=seed, distribution=distribution, backend=backend)

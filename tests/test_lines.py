@@ -1,0 +1,296 @@
+"""Lines of their own: layers whose examples see weights of their own, sums of products, and runs along such lines."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import forwardtune as ft
+from forwardtune import auto
+from forwardtune._compat.torchvision import torchvision
+from forwardtune._compat.transformers import transformers
+from forwardtune.errors import InvalidArgumentError
+from forwardtune.layers import Perturbation
+from forwardtune.ledger import export, read
+from forwardtune.noise.backends import reference
+from forwardtune.noise.outer import OuterMover, as_matrix, factor_sizes, factors
+from forwardtune.noise.types import Key, Slot, Term
+from tests.helpers.optimizers import weights
+
+SHAPES = [(7,), (30, 50), (70, 3, 3, 3), (5, 4, 3), (40_000, 3), ()]
+
+
+def test_factors_are_the_noise_of_their_parameter():
+    slots = [Slot(torch.zeros(shape), 3 * number, 0) for number, shape in enumerate(SHAPES)]
+    key = Key((5 << 40) + 17, 12, "rademacher")
+    for slot, own in zip(slots, factors(slots, key.seed, key.step, 6), strict=True):
+        n = sum(factor_sizes(slot.tensor.shape))
+        for line in range(6):
+            expected = reference.values(key, line, slot.parameter, 0, n, torch.device("cpu"))
+            assert torch.equal(torch.cat([factor[line] for factor in own]), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_move_is_the_sum_of_outer_products(shape, dtype):
+    """On both backends the same bits, and close to a sum in double precision."""
+    terms = [Term(line, [0.1 * line, 0.0], [0.37 / (line + 1), 0.5]) for line in range(9)]
+    start = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    moved = {}
+    for backend in ("numba", "reference"):
+        tensor = start.clone()
+        OuterMover([Slot(tensor, 2, 0, 0.3)], 2, seed=3, backend=backend).move(5, terms)
+        moved[backend] = tensor
+    assert torch.equal(moved["numba"], moved["reference"])
+    mover = OuterMover([Slot(start, 2, 0, 0.3)], 2, seed=3)
+    exact = start.double()
+    for term in terms:
+        exact += (term.forth[0] - term.back[0]) * mover.values(5, term.direction, 2).view(shape)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 0.05)
+    torch.testing.assert_close(moved["numba"].double(), exact, rtol=tolerance, atol=tolerance)
+
+
+def test_going_back_restores_the_weights():
+    tensor = torch.randn(40, 30, dtype=torch.float64)
+    before = tensor.clone()
+    mover = OuterMover([Slot(tensor, 0, 0, 1.0)], 1, seed=1)
+    mover.move(4, [Term(line, [0.0], [0.01 * line]) for line in range(5)])
+    assert not torch.equal(tensor, before)
+    mover.move(4, [Term(line, [0.01 * line], [0.0]) for line in range(5)])
+    torch.testing.assert_close(tensor, before, rtol=1e-15, atol=1e-15)
+
+
+class Everything(nn.Module):
+    """All kinds of layers, an embedding of positions, and tied weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.positions = nn.Embedding(11, 6), nn.Embedding(5, 6)
+        self.norm, self.up, self.rms = nn.LayerNorm(6), nn.Linear(6, 8), nn.RMSNorm(8)
+        self.conv, self.group = nn.Conv1d(8, 4, 3, padding=1, stride=2), nn.GroupNorm(2, 4)
+        self.grouped, self.batch = nn.Conv2d(4, 8, (1, 3), groups=2, padding=(0, 1), dilation=(1, 1)), nn.BatchNorm2d(8)
+        self.down, self.head = nn.Linear(24, 6), nn.Linear(6, 11, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens):
+        h = self.words(tokens) + self.positions(torch.arange(5)[None])
+        h = self.rms(torch.tanh(self.up(self.norm(h)))).transpose(1, 2)
+        h = self.batch(self.grouped(self.group(self.conv(h))[:, :, None]))
+        return self.head(self.down(h.flatten(1)))
+
+
+def everything():
+    return Everything().eval(), torch.randint(0, 11, (7, 5)), lambda model, x: model(x)
+
+
+def resnet():
+    return torchvision().models.resnet18(num_classes=3).eval(), torch.randn(3, 3, 32, 32), lambda model, x: model(x)
+
+
+def small(kind, **config):
+    model = getattr(transformers, kind)(getattr(transformers, config.pop("config"))(**config)).eval()
+    return model, torch.randint(3, 60, (4, 6)), lambda model, x: model(input_ids=x)[0]
+
+
+def gpt2():
+    return small("GPT2LMHeadModel", config="GPT2Config", vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=16)
+
+
+def llama():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return small("LlamaForCausalLM", config="LlamaConfig", vocab_size=64, **sizes)
+
+
+def bert():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return small("BertForSequenceClassification", config="BertConfig", vocab_size=64, num_labels=3, **sizes)
+
+
+def lora():
+    peft = pytest.importorskip("peft")
+    model, x, call = llama()
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4))
+    return model.eval(), x, call
+
+
+@pytest.mark.parametrize("make", [everything, resnet, gpt2, llama, bert, lora])
+@pytest.mark.parametrize("shared", [False, True])
+@torch.no_grad()
+def test_outputs_are_those_of_perturbed_copies(make, shared):
+    torch.manual_seed(0)
+    model, x, call = make()
+    model = model.double()
+    for parameter in model.parameters():
+        parameter += 0.05 * torch.randn_like(parameter)
+    x = x.double() if x.is_floating_point() else x
+    field = ft.VS2P([p for p in model.parameters() if p.requires_grad], lr=1.0, directions="per-example").field
+    slots = field.slots
+    perturbation = Perturbation(slots, [""] * len(slots), lambda n: factors(slots, 0, 3, n), shared=shared)
+    with perturbation.at([0.02]):
+        outputs = call(model, x)
+    assert not torch.allclose(outputs, call(model, x), atol=1e-4)
+    lines = factors(slots, 0, 3, len(x))
+    tolerance = 1e-6 if make is llama else 1e-10  # Llama's norms compute in float32
+    for example in range(len(x)):
+        before = [slot.tensor.clone() for slot in slots]
+        for slot, own in zip(slots, lines, strict=True):
+            rows, columns = as_matrix(own)
+            j = 0 if shared else example
+            slot.tensor.add_(0.02 * (rows[j][:, None] * columns[j]).double().view(slot.tensor.shape))
+        alone = call(model, x[example : example + 1])
+        torch.testing.assert_close(outputs[example : example + 1], alone, rtol=0, atol=tolerance)
+        for slot, old in zip(slots, before, strict=True):
+            slot.tensor.copy_(old)
+
+
+def problem(dtype=torch.float32):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
+    x = torch.randn(200, 6, dtype=dtype)
+    y = x[:, :3].argmax(1)
+
+    def losses(start):
+        rows = torch.arange(start * 16, start * 16 + 16) % 200
+        return F.cross_entropy(model(x[rows]), y[rows], reduction="none")
+
+    return model, losses, lambda: F.cross_entropy(model(x), y).item()
+
+
+def test_a_step_is_the_sum_of_every_examples_own():
+    """MeZO by hand: each example's slope, times its own direction."""
+    model, losses, _ = problem(torch.float64)
+    optimizer = ft.MeZO(model.parameters(), lr=0.1, rho=1e-3, directions="per-example", seed=5)
+    before = [p.detach().clone() for p in model.parameters()]
+    directions = [[optimizer.field.values(0, j, n, 0, p.numel()) for n, p in enumerate(before)] for j in range(16)]
+    slopes = []
+    for own in directions:
+        at = []
+        for sign in (1, -1):
+            for p, old, v in zip(model.parameters(), before, own, strict=True):
+                p.data = old + sign * 1e-3 * v.view(p.shape)
+            at.append(losses(0).detach()[len(slopes)].item())
+        slopes.append((at[0] - at[1]) / 2e-3)
+    for p, old in zip(model.parameters(), before, strict=True):
+        p.data = old.clone()
+    optimizer.step(lambda: losses(0))
+    assert optimizer.queries == 2
+    for n, (p, old) in enumerate(zip(model.parameters(), before, strict=True)):
+        moved = sum(-0.1 * slope * own[n] for slope, own in zip(slopes, directions, strict=True)) / 16**0.5
+        torch.testing.assert_close(p.detach(), old + moved.view(p.shape), rtol=0, atol=1e-10)
+
+
+def test_probes_leave_the_weights_alone():
+    model, losses, _ = problem(torch.bfloat16)
+    before = weights(model)
+    optimizer = ft.VS2P(model.parameters(), lr=1e-30, rho=1e-3, directions="per-example")
+    for step in range(20):
+        optimizer.step(lambda step=step: losses(step))
+    assert torch.equal(weights(model), before)
+
+
+@pytest.mark.parametrize("method", [ft.VS2P, ft.MeZO, ft.STP])
+def test_a_run_replays_exports_and_resumes(method, tmp_path):
+    model, losses, loss = problem()
+    base, first = copy.deepcopy(model), loss()
+    ledger = ft.Ledger(tmp_path / "run.ledger", model)
+    optimizer = method(model.named_parameters(), lr="auto", directions="per-example", recorder=ledger)
+    for step in range(60):
+        optimizer.step(lambda step=step: losses(step))
+        if step == 40:
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step(lambda: 1 / 0)
+    ledger.close()
+    assert loss() < 0.8 * first
+    assert optimizer.auto["reviews"] > 2
+    assert -0.1 < optimizer.agreement < 1
+    assert torch.equal(weights(ft.replay(copy.deepcopy(base), tmp_path / "run.ledger")), weights(model))
+    export(tmp_path / "run.ledger", tmp_path / "small.ledger")
+    small = read(tmp_path / "small.ledger")
+    assert [record.queries for record in small.records()][39] == read(tmp_path / "run.ledger").record(39).queries
+    assert torch.equal(weights(ft.replay(copy.deepcopy(base), tmp_path / "small.ledger")), weights(model))
+
+    again = copy.deepcopy(base)
+    resumed, step = ft.resume(again, tmp_path / "run.ledger")
+    assert (step, resumed.auto, resumed.queries) == (optimizer.steps, optimizer.auto, optimizer.queries)
+    assert torch.equal(weights(again), weights(model))
+    resumed.recorder.close()
+    state = copy.deepcopy(optimizer.state_dict())
+    other = method(again.named_parameters(), lr="auto", directions="per-example")
+    other.load_state_dict(state)
+    assert other.by_example
+
+
+def test_agreement_is_the_cosine_of_gradients():
+    """Slopes of examples along shared lines have the products of their gradients."""
+    model, losses, _ = problem(torch.float64)
+    optimizer = ft.VS2P(model.parameters(), lr="auto", scale="absolute", directions="per-example")
+    sums = torch.zeros(2, dtype=torch.float64)
+    gradients = []
+    for loss in losses(0):
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    g = torch.stack(gradients)
+    products = g @ g.T
+    expected = (products.sum() - products.trace()) / 15 / products.trace()
+    for step in range(1500):
+        with torch.no_grad():
+            own = [optimizer.field.values(step, 0, n, 0, p.numel()) for n, p in enumerate(model.parameters())]
+        slopes = g @ torch.cat(own)
+        sums += torch.stack([(16 * slopes.mean() ** 2 - slopes.square().mean()) / 15, slopes.square().mean()])
+    assert (sums[0] / sums[1]).item() == pytest.approx(expected.item(), rel=0.1)
+    surveyed = torch.tensor([0.3, -0.1, 0.2])
+    lines = [(1 + s.item(), 1 - s.item(), 1.0) for s in surveyed]
+    state = auto.start()
+    products, squares = auto._agreeing(state, lines)
+    assert squares == pytest.approx(4 * surveyed.square().mean().item())
+    pairs = sum(4 * surveyed[i] * surveyed[j] for i in range(3) for j in range(3) if i != j) / 6
+    assert products == pytest.approx(pairs.item())
+
+
+class Functional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.gate = nn.Linear(4, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.layer(x) * self.gate
+
+
+def test_what_cannot_have_lines_of_its_own_is_named():
+    x = torch.randn(5, 4)
+    for model, message in (
+        (Functional(), "gate"),
+        (nn.Sequential(nn.Linear(4, 3), nn.PReLU()), "1.weight.*PReLU"),
+        (nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2)), nn.Flatten(0, 1), nn.Linear(2, 3)), "10 rows"),
+    ):
+        before = weights(model)
+        optimizer = ft.VS2P(model.named_parameters(), directions="per-example")
+        with pytest.raises(InvalidArgumentError, match=message):
+            optimizer.step(lambda model=model: model(x).square().mean(1))
+        assert torch.equal(weights(model), before)
+
+
+@pytest.mark.parametrize(
+    ("reduce", "message"),
+    [(torch.mean, "one loss per example"), (lambda y: y[:2, 0], "shape \\(2,\\)"), (lambda y: y, "shape \\(5, 3\\)")],
+)
+def test_other_losses_are_refused(reduce, message):
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+    optimizer = ft.VS2P(model.parameters(), directions="per-example")
+    with pytest.raises(InvalidArgumentError, match=message):
+        optimizer.step(lambda: reduce(model(x)))
+
+
+def test_wrong_options():
+    params = [nn.Parameter(torch.zeros(3))]
+    with pytest.raises(InvalidArgumentError, match="per-example"):
+        ft.VS2P(params, directions="each")
+    with pytest.raises(InvalidArgumentError, match="signs"):
+        ft.VS2P(params, directions="per-example", distribution="normal")
+    layer = nn.Linear(3, 2)
+    optimizer = ft.S2P(layer.parameters(), step_size="dynamic", L=1.0, directions="per-example")
+    with pytest.raises(InvalidArgumentError, match="probes where each line"):
+        optimizer.step(lambda: layer(torch.randn(4, 3)).square().mean(1))
