@@ -13,6 +13,7 @@ BIN := .venv/bin
 install: .venv/installed
 .venv/installed: .venv/base
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[demo,bench,dev]"
+	$(BIN)/python -m forwardtune._compat.torchvision
 	@touch $@
 
 demo: .venv/base
@@ -35,12 +36,14 @@ browser:
 
 bench: install
 	$(BIN)/python -m benchmarks.noise --json results/noise.json
+	$(BIN)/python -m benchmarks.startup --json results/startup.json
 	$(BIN)/python -m benchmarks.step --json results/step.json
 	$(BIN)/python -m benchmarks.memory --json results/memory.json
 	$(BIN)/python -m benchmarks.scaling --json results/scaling.json
 	$(BIN)/python -m benchmarks.replay --json results/replay.json
 	$(BIN)/python -m benchmarks.backpropagation --json results/backpropagation.json
 	$(BIN)/python -m benchmarks.auto --json results/auto.json
+	$(BIN)/python -m benchmarks.sweep --json results/sweep.json
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -62,6 +62,14 @@ def cnn(pixels: int, batch: int = 32) -> tuple[nn.Module, Closure]:
     return model, lambda: F.cross_entropy(model(x), y)
 
 
+def deep(layers: int = 74, batch: int = 32) -> tuple[nn.Module, Closure]:
+    """A network of many small tensors, two for each of its layers of 16 units."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(16, 16), nn.ReLU())))
+    x, y = torch.randn(batch, 16), torch.randint(0, 16, (batch,))
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
 def two_forward_passes(model: nn.Module, closure: Closure) -> Callable[[], Any]:
     @torch.inference_mode()
     def step() -> None:
@@ -113,7 +121,7 @@ def adamw(model: nn.Module, closure: Closure) -> Callable[[], Any]:
 def vs2p(model: nn.Module, closure: Closure, **settings: Any) -> Callable[[], Any]:
     import forwardtune as ft
 
-    optimizer = ft.VS2P(model.parameters(), lr=1e-3, **settings)
+    optimizer = ft.VS2P(model.parameters(), **{"lr": 1e-3, **settings})
     return lambda: optimizer.step(closure)
 
 

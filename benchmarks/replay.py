@@ -3,7 +3,8 @@
     python -m benchmarks.replay [--json FILE] [--steps N]
 
 Replay: the time of one recorded two-point step over the 124M weights of GPT-2, against torch's in-place addition of a
-number to them, and the peak memory besides the weights. Recording: the time spent in the ledger in steps of a small
+number to them, and the peak memory besides the weights; and a step over 148 small tensors, in absolute and relative
+units and with `lr="auto"`, whose reviews are replayed too. Recording: the time spent in the ledger in steps of a small
 convolutional network (21,546 weights, batches of 64), against those steps; and, in the same steps, the time it takes
 just to store the same bytes: appended to the journal, or inserted into an SQLite database in WAL mode.
 """
@@ -18,13 +19,14 @@ import time
 from argparse import SUPPRESS
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 import forwardtune as ft
 from benchmarks.harness import arguments, finish, interleaved, ratios, show
-from benchmarks.models import digits_network
+from benchmarks.models import deep, digits_network
 from benchmarks.noise import gpt2_shapes
 from forwardtune.ledger import read
 from forwardtune.ledger.format import Row, pack
@@ -40,13 +42,20 @@ def named(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {f"p{i}": torch.randn(shape, dtype=dtype).mul_(0.02) for i, shape in enumerate(gpt2_shapes())}
 
 
-def record(path: Path, tensors: dict[str, torch.Tensor], steps: int, distribution: str) -> None:
+def record(path: Path, tensors: dict[str, torch.Tensor], steps: int, **settings: Any) -> None:
     """A run with random losses: what a step costs to replay does not depend on them."""
-    losses = iter(torch.rand(2 * steps, generator=torch.Generator().manual_seed(0)).tolist())
+    generator = torch.Generator().manual_seed(0)
     with ft.Ledger(path, tensors) as ledger:
-        optimizer = ft.VS2P(tensors.values(), distribution=distribution, recorder=ledger)
+        optimizer = ft.VS2P(tensors.values(), **{"lr": 1e-3, **settings}, recorder=ledger)
         for _ in range(steps):
-            optimizer.step(lambda: next(losses))
+            optimizer.step(lambda: torch.rand((), generator=generator))
+
+
+def replayed(path: Path, weights: list[torch.Tensor], steps: int) -> Callable[[], None]:
+    """A replay of a recorded run."""
+    run = read(path)
+    run.anchors = []  # the weights have changed by now; only the time matters
+    return lambda: advance(run, weights, 0, steps, backend="auto")
 
 
 def replays(folder: Path, steps: int, rounds: int) -> list[dict]:
@@ -57,18 +66,29 @@ def replays(folder: Path, steps: int, rounds: int) -> list[dict]:
         candidates = {"in-place add": lambda weights=weights: [t.add_(1e-3) for _ in range(9) for t in weights]}
         for distribution in DISTRIBUTIONS if dtype == torch.float32 else ("rademacher",):
             path = folder / f"{name}.{distribution}"
-            record(path, tensors, steps, distribution)
-            run = read(path)
-            run.anchors = []  # the weights have changed by now; only the time matters
-            candidates[f"replay, {distribution}"] = lambda run=run, weights=weights: advance(
-                run, weights, 0, steps, backend="auto"
-            )
+            record(path, tensors, steps, distribution=distribution)
+            candidates[f"replay, {distribution}"] = replayed(path, weights, steps)
         seconds = interleaved(candidates, rounds)
         seconds = {key: value / (9 if key == "in-place add" else steps) for key, value in seconds.items()}
         table = ratios(seconds, "in-place add")
         show(f"one recorded two-point step, 124M {name} weights", table)
         rows += [{**row, "name": f"{name}: {row['name']}", "baseline": f"{name}: {row['baseline']}"} for row in table]
     return rows
+
+
+def small_replays(folder: Path, rounds: int, steps: int = 500) -> list[dict]:
+    """Units make no difference; `lr="auto"` makes about three times the moves."""
+    runs = {"absolute": {}, "relative": {"scale": "relative"}, "auto": {"lr": "auto"}}
+    candidates = {}
+    for name, settings in runs.items():
+        model, _ = deep()
+        tensors = dict(model.named_parameters())
+        record(folder / f"small.{name}", tensors, steps, **settings)
+        candidates[f"replay, {name}"] = replayed(folder / f"small.{name}", list(tensors.values()), steps)
+    seconds = {key: value / steps for key, value in interleaved(candidates, rounds).items()}
+    rows = ratios(seconds, "replay, absolute")
+    show("one recorded two-point step, 148 small tensors", rows)
+    return [{**row, "name": f"small: {row['name']}", "baseline": f"small: {row['baseline']}"} for row in rows]
 
 
 def peak(path: Path) -> None:
@@ -88,8 +108,8 @@ def _status(field: str) -> int:
 
 def memory(folder: Path, steps: int) -> list[dict]:
     path = folder / "memory"
-    record(path, named(torch.float32), steps, "rademacher")
-    record(path.with_name("small"), {"x": torch.zeros(600)}, 2, "rademacher")
+    record(path, named(torch.float32), steps)
+    record(path.with_name("small"), {"x": torch.zeros(600)}, 2)
     command = [sys.executable, "-m", "benchmarks.replay", "--peak", path]
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     weights = sum(tensor.nbytes for tensor in named(torch.float32).values())
@@ -176,6 +196,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rows = recording(folder, 400, options.rounds)
+        rows += small_replays(folder, options.rounds)
         rows += replays(folder, options.steps, options.rounds)
         rows += memory(folder, options.steps)
     finish(rows, options.json)

@@ -59,7 +59,8 @@ def test_killed_at_random_moments(tmp_path):
             process.kill()
         _, err = process.communicate(timeout=60)
         assert process.returncode != 0
-        assert "Traceback" not in err
+        if process.returncode != -signal.SIGKILL:  # then a worker that is just being spawned may complain
+            assert "Traceback" not in err
         if kind == "interrupt":
             assert process.returncode == 130
             assert "the same command resumes where it left off" in err

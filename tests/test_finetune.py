@@ -6,15 +6,16 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import forwardtune as ft
 from forwardtune.cli.main import app
-from forwardtune.errors import ExperimentError
+from forwardtune.errors import ExperimentError, LedgerError
 from forwardtune.experiments import runner
 from forwardtune.finetuning.tuned import Tuned
 from forwardtune.tasks.texts.models import PretrainedModel
@@ -148,6 +149,10 @@ def test_a_stopped_run_goes_on(home, monkeypatch):
         ("--model model --train train.csv --text-column body", r"there is no column 'body', only 'text', 'label'"),
         ("--model model --train train.csv --rho 0.1", "--rho goes with an --lr"),
         ("--model model --train train.csv --lr -1", "--lr must be above zero and finite, not -1"),
+        ("--model model --train train.csv --lr 1 --rho -1", "--rho must be above zero and finite, not -1"),
+        ("--model model --train train.csv --decay linear", "--decay goes with an --lr; without one steps become small"),
+        ("--model model --train train.csv --lr 1 --decay liner", "decay 'liner' is not known .did you mean 'linear'"),
+        ("--model model --train train.csv --steps 20", "40 queries are too few to find a rate; give --queries 60"),
         ("--model model --train train.csv --method adam", "method 'adam' is not known"),
         ("--model model --train train.csv --method stp --rho 0.1", "STP probes at its --lr and has no rho"),
         ("--model model --train train.csv --adapter loar", "adapter 'loar' is not known"),
@@ -162,6 +167,97 @@ def test_bad_input_is_told_before_anything_is_done(home, command, complaint):
     assert isinstance(done.exception, ExperimentError)
     assert re.search(complaint, str(done.exception)), str(done.exception)
     assert not list((home).glob("tuned/run/runs/*"))
+
+
+def test_the_ledger_has_one_name_from_the_first_step(home, monkeypatch):
+    step, seen = runner._RunUnderWay._step, []
+
+    def watched(self, *others):
+        seen.append(run("ledger show tuned/run.ledger") if len(seen) == 20 else "")
+        if seen[-1]:
+            assert (home / "tuned" / "run.ledger").is_symlink()
+            seen.append(run("ledger verify tuned/run.ledger"))
+            run("ledger export tuned/run.ledger --out part.safetensors")
+        return step(self, *others)
+
+    monkeypatch.setattr(runner._RunUnderWay, "_step", watched)
+    run("finetune --model model --lr 20 --quiet", USUAL)
+    assert re.search(r"steps +20, under way", seen[20])
+    assert "steps 0 to 19 are sound (the run is under way)" in seen[21]
+    # Afterwards it is an export that needs nothing else.
+    exported = home / "tuned" / "run.ledger"
+    assert not exported.is_symlink()
+    difference = ft.ledger.diff(home / "part.safetensors", exported)
+    assert (difference.ends, difference.a, difference.fields) == ((20, 40), None, {})
+    content = exported.read_bytes()
+    (home / "whole.safetensors").write_bytes(content)
+    # One that is damaged or lost is written again.
+    for damaged in (content[:-3] + b"abc", None):
+        exported.unlink() if damaged is None else exported.write_bytes(damaged)
+        done = CliRunner().invoke(app, shlex.split(f"finetune --model model --lr 20 --quiet {USUAL}"))
+        assert done.exit_code == 0
+        assert "run.ledger was missing or damaged; it is exported again from" in done.stderr.replace("\n", " ")
+        assert not ft.ledger.diff(exported, home / "whole.safetensors")
+    assert run("finetune --model model --lr 20 --quiet", USUAL).startswith("test accuracy")
+
+
+def test_a_ledger_goes_without_its_link(home, monkeypatch):
+    def refused(*others):
+        raise OSError("no links here")
+
+    monkeypatch.setattr(Path, "symlink_to", refused)
+    done = CliRunner().invoke(app, shlex.split(f"finetune --model model --lr 20 --quiet {USUAL}"))
+    assert done.exit_code == 0
+    assert "cannot be made a link (no links here); until the run ends its ledger is tuned/run/runs/" in done.stderr
+    assert ft.ledger.read(home / "tuned" / "run.ledger").end == 40
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--model half --lr 20",
+        "--model half --adapter lora",
+        "--model half --setup head",
+        "--model half --dtype bfloat16",
+        "--model encoder",
+    ],
+)
+def test_the_command_on_the_card_gives_the_weights_bit_for_bit(home, monkeypatch, more):
+    """Also of a base that is in float16 on the disk."""
+    half = AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float16)
+    half.save_pretrained(home / "half")
+    tiny.tokenizer().save_pretrained(home / "half")
+    assert load_file(home / "half" / "model.safetensors")["model.norm.weight"].dtype == torch.float16
+    run("finetune", more, TABLES, LENGTH, "" if "head" in more else QUESTION, "--quiet")
+    (home / "tuned" / "run").rename(home / "away")
+    card = (home / "tuned" / "README.md").read_text()
+    (command,) = re.findall(r"^```\nforwardtune (replay .*)\n```$", card, re.MULTILINE)
+    monkeypatch.chdir(home / "tuned")
+    assert run(command) == "wrote again\n"
+    name = "adapter_model.safetensors" if "--adapter" in more else "model.safetensors"
+    saved, again = (load_file(home / "tuned" / part / name) for part in (".", "again"))
+    assert saved.keys() == again.keys()
+    assert all(torch.equal(saved[key].view(torch.uint8), again[key].view(torch.uint8)) for key in saved)
+    moved = ft.ledger.read(home / "tuned" / "run.ledger").header.parameters
+    assert {parameter.dtype for parameter in moved} == {"bfloat16" if "bfloat16" in more else "float32"}
+    with pytest.raises(ExperimentError, match="again already exists; choose another name for --out"):
+        run(command)
+    if "--adapter" in more:
+        run("replay --model . --out without-base")
+        other = load_file(home / "tuned" / "without-base" / name)
+        assert all(torch.equal(saved[key], other[key]) for key in saved)
+    else:
+        with pytest.raises(ExperimentError, match="does not say where its base is; name it with --base"):
+            run("replay --model . --out without-base")
+
+
+def test_another_base_is_refused(home):
+    run("finetune --model model --lr 20 --quiet", USUAL)
+    file = tiny.causal(home / "other") / "model.safetensors"
+    save_file({name: 2 * weights for name, weights in load_file(file).items()}, file, {"format": "pt"})
+    with pytest.raises(LedgerError, match="these are not the weights that the run started from"):
+        run("replay --model tuned --base other --out again")
+    assert not (home / "again").exists()
 
 
 def test_the_model_is_loaded_once(home, monkeypatch):

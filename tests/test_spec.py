@@ -3,12 +3,19 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from forwardtune import presets
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments import spec as specs
 from forwardtune.experiments.plan import plan
 from tests.helpers.comparisons import TEXT, parse
+
+
+def test_counting_queries_leaves_torchs_generator_alone():
+    state = torch.get_rng_state()
+    assert [method.queries_per_step for method in parse().methods] == [2, 3]
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_plan_is_every_workload_seed_method_and_rate():

@@ -1,5 +1,6 @@
 """How texts are put to models: every setup against one example at a time without padding, and what is refused."""
 
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import psutil
@@ -95,12 +96,21 @@ def test_long_texts_lose_their_end_and_the_template_stays(folder):
     assert ids[-2:] == task.language.tokenizer("It was")["input_ids"]
 
 
-def test_buckets_hold_every_row_once():
-    lengths = [5, 9, 3, 40, 41, 4, 3, 22]
+def test_buckets_hold_every_row_once_and_cost_least():
+    """Compared with every way to cut the rows, in order of length, into buckets."""
+    lengths = [5, 9, 3, 40, 41, 4, 3, 22, 60]
+
+    def cost(split):
+        return sum(len(bucket) * max(lengths[i] for i in bucket) + setups.PASS for bucket in split)
+
     split = setups.buckets(lengths)
-    assert sorted(i for bucket in split for i in bucket) == list(range(8))
-    for bucket in split:
-        assert max(lengths[i] for i in bucket) <= 1.25 * min(lengths[i] for i in bucket)
+    assert sorted(i for bucket in split for i in bucket) == list(range(len(lengths)))
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    costs = []
+    for cuts in product([False, True], repeat=len(order) - 1):
+        ends = [i for i, cut in enumerate(cuts, 1) if cut]
+        costs.append(cost([order[a:b] for a, b in pairwise([0, *ends, len(order)])]))
+    assert cost(split) == min(costs) < costs[0]
 
 
 def test_padding_fills_every_column():

@@ -11,6 +11,7 @@ from forwardtune.experiments.scoring import chosen_rates, score
 from forwardtune.experiments.store import Store
 from forwardtune.tasks import Sources, Tasks
 from tests.helpers.comparisons import make, parse
+from tests.helpers.images import base_of
 from tests.helpers.images import task_of as image_task
 from tests.helpers.texts import models_and_tables
 from tests.helpers.texts import task_of as text_task
@@ -22,6 +23,20 @@ WEIGHTS = {
     "vgg11": 128_807_306,
     "vit_b_16": 85_658_890,
 }
+
+
+def test_images_can_be_tuned_by_their_error_rate(tmp_path):
+    task = image_task(objective="accuracy", batch=100, train_examples=50, test_examples=40)
+    model = task.start(base_of(task, tmp_path))
+    x, y = batch = task.batch(torch.arange(100))
+    with torch.no_grad():
+        assert task.loss(model, batch).item() == pytest.approx((model(x).argmax(1) != y).float().mean().item())
+        scores = task.evaluate(model)
+    assert scores.test_loss == pytest.approx(1 - scores.metrics["accuracy"], abs=1e-6)
+    assert 0 < scores.train_loss < 1
+    with pytest.raises(ExperimentError, match="objective"):
+        image_task(objective="speed")
+
 
 IMAGES = """
 title = "a few steps"

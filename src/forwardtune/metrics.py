@@ -31,6 +31,11 @@ OF_CLASSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"accuracy":
 """Metrics of the three rows of `class_counts`."""
 
 
+def one_minus(name: str, logits: Tensor, actual: Tensor) -> Tensor:
+    """One minus a metric of classes: an objective without a gradient."""
+    return 1 - OF_CLASSES[name](*class_counts(logits.argmax(1), actual, logits.shape[1]))
+
+
 def pearson(predicted: Tensor, actual: Tensor) -> float:
     return _correlation("pearsonr", predicted, actual)
 

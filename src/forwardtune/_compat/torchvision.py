@@ -3,19 +3,29 @@
 On import, torchvision registers fake implementations of two of its compiled operators. With a torch that its binary was
 not built for (a CPU build, say) the operators do not exist and the import fails, although no classification model uses
 them. Then, and only then, the two are declared first.
+
+Our own code sees to that. So that others may be imported before it (transformers and peft import torchvision), `make
+install` calls `python -m forwardtune._compat.torchvision`, which leaves a hook in an environment that needs it.
 """
 
 from __future__ import annotations
 
+import sysconfig
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
 from forwardtune.errors import ExperimentError
+
+HOOK = (
+    "import sys; sys.meta_path.insert(0, type('TorchvisionFinder', (), {'find_spec': lambda name, *_: name == "
+    "'torchvision' and __import__('forwardtune._compat.torchvision', fromlist=['*']).make_importable() or None}))\n"
+)
+"""A line for a .pth file, which Python executes at its start; it imports nothing until torchvision is looked for."""
 
 _declared: list[torch.library.Library] = []  # a declaration lasts as long as its library
 
@@ -37,7 +47,7 @@ def torchvision() -> ModuleType:
 @cache
 def make_importable() -> None:
     """Declares the operators where they are missing; call it before importing anything that imports torchvision."""
-    package = find_spec("torchvision")
+    package = PathFinder.find_spec("torchvision")  # past the hook, which may have called us
     binaries = [Path(home) / "_C.so" for home in package.submodule_search_locations or ()] if package else []
     for binary in filter(Path.exists, binaries):
         try:
@@ -48,3 +58,17 @@ def make_importable() -> None:
                 schema = f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
                 library.define(schema)  # type: ignore[no-untyped-call]
             _declared.append(library)
+
+
+def install_hook(folder: Path) -> None:
+    """Writes the hook into a folder of packages if torchvision is there and cannot be imported as it is."""
+    try:
+        import_module("torchvision")
+    except ModuleNotFoundError:
+        pass
+    except RuntimeError:
+        (folder / "forwardtune_torchvision.pth").write_text(HOOK, "utf-8")
+
+
+if __name__ == "__main__":
+    install_hook(Path(sysconfig.get_path("purelib")))

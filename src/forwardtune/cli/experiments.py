@@ -1,19 +1,21 @@
-"""`forwardtune compare`, `run`, `report`, `presets` and `reproduction`."""
+"""`forwardtune compare`, `run`, `report`, `presets` and `reproduction`.
+
+Commands import what they need when they run, here and in the files beside: `--help` should not wait for torch.
+"""
 
 from __future__ import annotations
 
 import json as json_lines
 import math
 import webbrowser
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from forwardtune import presets as shipped
 from forwardtune.cli.options import (
     Board,
     Data,
@@ -26,25 +28,26 @@ from forwardtune.cli.options import (
     Silent,
     SpecFile,
     Threads,
+    Workload,
     console,
+    default_folder,
     interruptible,
     listener_for,
+    spec_of,
 )
 from forwardtune.errors import ExperimentError
-from forwardtune.experiments import report as reports
-from forwardtune.experiments import spec as specs
-from forwardtune.experiments.comparison import Machine, unfinished
-from forwardtune.experiments.comparison import compare as compare_all
-from forwardtune.experiments.plan import plan, run_of
-from forwardtune.experiments.report.tables import tables
-from forwardtune.experiments.runner import execute
-from forwardtune.experiments.scoring import ComparisonScore, score
-from forwardtune.experiments.spec import Spec
-from forwardtune.experiments.store import Store
-from forwardtune.experiments.summary import number, sentence
 from forwardtune.files import translated, write_text
-from forwardtune.reproduction.page import page
-from forwardtune.tasks import Sources, Tasks
+
+if TYPE_CHECKING:
+    from forwardtune.experiments.scoring import ComparisonScore
+    from forwardtune.experiments.store import Store
+
+
+class Page(StrEnum):
+    """What a page is about."""
+
+    paper = "paper"
+    rates = "rates"
 
 
 def compare(
@@ -67,10 +70,17 @@ def compare(
 
     Stopped by Ctrl-C or otherwise, the same command resumes where it left off.
     """
-    chosen = _spec(spec, preset)
+    from forwardtune.experiments import report as reports
+    from forwardtune.experiments.comparison import Machine
+    from forwardtune.experiments.comparison import compare as compare_all
+    from forwardtune.experiments.scoring import score
+    from forwardtune.experiments.store import Store
+    from forwardtune.tasks import Sources, Tasks
+
+    chosen = spec_of(spec, preset)
     if not no_report:
         reports.check_installed()
-    store, machine = Store(out or _default_folder(chosen, preset)), Machine.choose(device, workers, threads)
+    store, machine = Store(out or default_folder(chosen, preset)), Machine.choose(device, workers, threads)
     tasks = Tasks(Sources(data, chosen.folder, download), machine.device)
     listener = listener_for(quiet, json, store.folder / "tensorboard" if tensorboard else None)
     with interruptible(), listener:
@@ -86,7 +96,7 @@ def run(
     preset: Preset = None,
     lr: Annotated[float | None, typer.Option(help="Any rate.", show_default="the first of its grid")] = None,
     seed: Seed = 0,
-    workload: Annotated[str | None, typer.Option(help="By its name.", show_default="the first")] = None,
+    workload: Workload = None,
     out: Out = None,
     data: Data = None,
     download: Download = False,
@@ -97,13 +107,22 @@ def run(
     tensorboard: Board = False,
 ) -> None:
     """Make a single run of a comparison, also one outside its grid."""
-    chosen = _spec(spec, preset)
+    import torch
+
+    from forwardtune.experiments.comparison import Machine, unfinished
+    from forwardtune.experiments.plan import run_of
+    from forwardtune.experiments.runner import execute
+    from forwardtune.experiments.store import Store
+    from forwardtune.experiments.summary import number
+    from forwardtune.tasks import Sources, Tasks
+
+    chosen = spec_of(spec, preset)
     picked = chosen.workload(workload) if workload else chosen.workloads[0]
     by = chosen.method(method)
     if lr is not None and not 0 < lr < math.inf:
         raise ExperimentError(f"--lr must be above zero and finite, not {lr:g}")
     one = run_of(chosen, picked, by, by.lr[0] if lr is None else lr, seed)
-    store, machine = Store(out or _default_folder(chosen, preset)), Machine.choose(device, threads=threads)
+    store, machine = Store(out or default_folder(chosen, preset)), Machine.choose(device, threads=threads)
     tasks = Tasks(Sources(data, chosen.folder, download), machine.device)
     torch.set_num_threads(machine.threads)
     listener = listener_for(quiet, json, store.folder / "tensorboard" if tensorboard else None)
@@ -126,8 +145,18 @@ def report(
     open: Annotated[bool, typer.Option("--open", help="Show it in a browser.")] = False,
 ) -> None:
     """Make the report of a comparison anew, also while it is running."""
+    from forwardtune.experiments import report as reports
+    from forwardtune.experiments import spec as specs
+    from forwardtune.experiments.scoring import score
+    from forwardtune.experiments.store import Store
+
     store = Store(folder, create=False)
     if not store.spec_file.exists():
+        if store.sweeps.exists():
+            raise ExperimentError(
+                f"{folder} has sweeps but no comparison to report; their outcomes are in {store.sweeps}, and "
+                "`forwardtune sweep` with the same arguments shows one again"
+            )
         raise ExperimentError(f"{folder} has no spec.toml; `forwardtune compare` writes it there")
     chosen = specs.parse(store.spec_file.read_text("utf-8"), folder.resolve().name, folder)
     scores = score(chosen, store)
@@ -139,6 +168,9 @@ def report(
 
 def presets() -> None:
     """List the comparisons that ship."""
+    from forwardtune import presets as shipped
+    from forwardtune.experiments.plan import plan
+
     table = Table("preset", "what", "runs", box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in shipped.files():
         spec = shipped.load(name)
@@ -149,10 +181,14 @@ def presets() -> None:
 
 def reproduction(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Results of presets, in folders of their names.")],
+    about: Annotated[Page, typer.Option(help="The paper's experiments, or rates found while training.")] = Page.paper,
     out: Annotated[Path | None, typer.Option(help="Where to write.", show_default="standard output")] = None,
 ) -> None:
-    """Set our numbers beside the paper's, as a page in Markdown."""
-    text = page(folder)
+    """Set our numbers beside the paper's, or beside each other, as a page in Markdown."""
+    from forwardtune.reproduction.page import page
+    from forwardtune.reproduction.rates_page import rates_page
+
+    text = {Page.paper: page, Page.rates: rates_page}[about](folder)
     if out is None:
         print(text)
     else:
@@ -161,21 +197,12 @@ def reproduction(
         console.print(f"wrote {out}", markup=False)
 
 
-def _spec(file: Path | None, preset: str | None) -> Spec:
-    if (file is None) == (preset is None):
-        raise ExperimentError("name either a spec file or a preset (--preset digits); `forwardtune presets` lists them")
-    if file and not file.exists() and str(file) in shipped.files():
-        raise ExperimentError(f"there is no file {file}; for the preset of that name write --preset {file}")
-    return specs.load(file) if file else shipped.load(preset or "")
-
-
-def _default_folder(spec: Spec, preset: str | None) -> Path:
-    return Path("results") / (preset or spec.name)
-
-
 def _tell_outcome(
     scores: ComparisonScore, page: Path | None, store: Store, *, quiet: bool = False, as_json: bool = False
 ) -> None:
+    from forwardtune.experiments.report.tables import tables
+    from forwardtune.experiments.summary import sentence
+
     sentences = [sentence(workload) for workload in scores.workloads]
     if as_json:
         print(json_lines.dumps({"event": "outcome", "summary": sentences, "report": str(page) if page else None}))

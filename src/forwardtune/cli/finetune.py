@@ -1,31 +1,22 @@
-"""`forwardtune finetune` and `predict`: a language model tuned to texts, and asked."""
+"""`forwardtune finetune`, `predict` and `replay`: a language model tuned to texts, asked, and made again."""
 
 from __future__ import annotations
 
 import json as json_lines
 import math
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
 from forwardtune._compat import check_transformers
-from forwardtune.cli.options import Data, Device, Json, Seed, Silent, Threads, console, interruptible, listener_for
-from forwardtune.cli.progress import Listener
+from forwardtune.cli.options import Data, Device, Json, Seed, Silent, console, interruptible, listener_for, notes
 from forwardtune.errors import ExperimentError
-from forwardtune.experiments.comparison import Machine
-from forwardtune.experiments.events import Event, Started
-from forwardtune.experiments.plan import Run
-from forwardtune.experiments.report.tables import as_csv
-from forwardtune.experiments.result import Json as JsonObject
-from forwardtune.experiments.result import RunResult, scores_to_json
-from forwardtune.experiments.spec import DECAYS, Method
 from forwardtune.files import translated, write_text
-from forwardtune.tasks import Sources, TextWorkload
-from forwardtune.tasks.texts.workload import FILES, GLUE, TRANSFORMER
 from forwardtune.toml_tables import one_of
+
+if TYPE_CHECKING:
+    from forwardtune.experiments.spec import Method
 
 METHODS_HERE = ("VS2P", "MeZO", "STP")
 MEZO_RATES = 3e-5, 3e-3
@@ -69,16 +60,27 @@ def finetune(
             show_default="by --lr",
         ),
     ] = None,
-    directions: Annotated[int, typer.Option(help="Directions per step.")] = 1,
+    directions: Annotated[int, typer.Option(min=1, help="Directions per step.")] = 1,
     distribution: Annotated[str, typer.Option(help="rademacher, normal, uniform or sphere.")] = "rademacher",
-    steps: Annotated[int, typer.Option(min=1, help="Length of the run.")] = 1000,
+    steps: Annotated[int | None, typer.Option(min=1, help="Length of the run.", show_default="1000")] = None,
+    queries: Annotated[
+        int | None, typer.Option(min=1, help="Its length in queries instead.", show_default=False)
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Its length in minutes instead, planned by measuring.", show_default=False)
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Examples per step.")] = 16,
     objective: Annotated[str, typer.Option(help="loss, accuracy or f1.")] = "loss",
-    decay: Annotated[str, typer.Option(help="cosine, linear or none.")] = "cosine",
+    decay: Annotated[
+        str | None, typer.Option(help="cosine, linear or none, with an --lr.", show_default="cosine")
+    ] = None,
     seed: Seed = 0,
-    evaluations: Annotated[int, typer.Option(min=1, help="How often to evaluate on the test set.")] = 10,
+    evaluations: Annotated[
+        int | None,
+        typer.Option(min=1, help="How often to evaluate on the test set.", show_default="10; with --minutes at most"),
+    ] = None,
     test_examples: Annotated[int, typer.Option(min=0, help="On how many of its examples; 0 means all.")] = 0,
-    max_length: Annotated[int, typer.Option(help="Maximum tokens per example.")] = 128,
+    max_length: Annotated[int, typer.Option(min=8, help="Maximum tokens per example.")] = 128,
     pad_token: Annotated[
         str, typer.Option(help="For a tokenizer that has none, with a head.", show_default=False)
     ] = "",
@@ -87,7 +89,10 @@ def finetune(
     ledger: Annotated[Path | None, typer.Option(help="Also copy the ledger there.", show_default=False)] = None,
     download: Annotated[bool, typer.Option("--download", help="Allow downloads from the Hub.")] = False,
     device: Device = None,
-    threads: Threads = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, max=1024, help="Threads of the run.", show_default="1 or all free cores, as is faster"),
+    ] = None,
     quiet: Silent = False,
     json: Json = False,
 ) -> None:
@@ -96,8 +101,16 @@ def finetune(
     Stopped by Ctrl-C or otherwise, the same command resumes where it left off.
     """
     check_transformers()
+    from forwardtune.cli.tuning import Tuning, outcome
+    from forwardtune.experiments.comparison import Machine
+    from forwardtune.experiments.plan import Run
+    from forwardtune.experiments.result import scores_to_json
+    from forwardtune.experiments.spec import DECAYS, LEAST_AUTO
+    from forwardtune.finetuning.budget import EVALUATIONS
     from forwardtune.finetuning.tune import finetune as make
-    from forwardtune.finetuning.tuned import SETTINGS
+    from forwardtune.finetuning.tuned import LEDGER, SETTINGS
+    from forwardtune.tasks import Sources, TextWorkload
+    from forwardtune.tasks.texts.workload import FILES, GLUE, TRANSFORMER
 
     if peft is not None:
         typer.echo("--peft is called --adapter now, and will be removed in the next release", err=True)
@@ -111,8 +124,16 @@ def finetune(
         raise ExperimentError(f"{ledger} already exists; choose another name for --ledger")
     if task:
         one_of("task", task, GLUE)
+    if sum(length is not None for length in (steps, queries, minutes)) > 1:
+        raise ExperimentError("--steps, --queries and --minutes each say how long the run is; give one of them")
+    _check_positive("--minutes", minutes)
     settings = {"rho": rho, "scale": scale, "directions": directions, "distribution": distribution}
     by = _method(method, adapter, lr, settings)
+    if by.is_auto and decay is not None:
+        raise ExperimentError("--decay goes with an --lr; without one steps become smaller by themselves")
+    budget = queries or (steps or 1000) * by.queries_per_step
+    if by.is_auto and budget < LEAST_AUTO:
+        raise ExperimentError(f"{budget} queries are too few to find a rate; give --queries {LEAST_AUTO}, or an --lr")
     workload = TextWorkload(
         name=task or (train or Path()).stem,
         data=task or FILES,
@@ -120,8 +141,8 @@ def finetune(
         weights=model,
         batch=batch,
         seeds=(seed,),
-        queries=steps * by.queries_per_step,
-        evaluations=min(evaluations, steps),
+        queries=budget,
+        evaluations=min(evaluations or EVALUATIONS, max(1, budget // by.queries_per_step)),
         train_examples=200,
         test_examples=test_examples,
         setup=setup,
@@ -137,38 +158,30 @@ def finetune(
         text=tuple(text_column or ["text"]) if train else (),
         label=label_column or "label" if train else "",
     )
-    one_of("decay", decay, DECAYS)
-    machine = Machine.choose(device, workers=1, threads=threads)
-    torch.set_num_threads(machine.threads)
-    listener = _Announcing(listener_for(quiet, json), quiet or json)
+    if decay is not None:
+        one_of("decay", decay, DECAYS)
+    listener = listener_for(quiet, json) if quiet or json else Tuning()
     with interruptible(), listener:
         result = make(
-            Run(workload, by, by.lr[0], seed, "none" if by.is_auto else decay),
+            Run(workload, by, by.lr[0], seed, "none" if by.is_auto else decay or "cosine"),
             out,
             Sources(data, Path(), download),
-            device=machine.device,
+            device=Machine.choose(device).device,
+            threads=threads,
+            minutes=minutes,
+            evaluations=evaluations,
             tell=listener,
         )
     if ledger:
         ledger.parent.mkdir(parents=True, exist_ok=True)
-        ledger.write_bytes((out / "run.ledger").read_bytes())
+        ledger.write_bytes((out / LEDGER).read_bytes())
     if json:
         final = scores_to_json(result.final)
         print(json_lines.dumps({"event": "saved", "model": str(out), "final": final}))
         return
-    _tell_outcome(result, steps)
+    for line, style in outcome(result, by.queries_per_step):
+        console.print(line, markup=False, style=style)
     console.print(f"saved: {out}\ntry it: forwardtune predict --model {out} --text '...'", markup=False)
-
-
-def _tell_outcome(result: RunResult, steps: int) -> None:
-    changes = ", ".join(
-        f"{name} {100 * result.curve.column(name)[0]:.1f} to {100 * result.final.metrics[name]:.1f}"
-        for name in result.metrics
-    )
-    majority = f" (majority class {100 * result.data.majority:.1f})" if result.data.majority else ""
-    console.print(f"test {changes}{majority}", markup=False)
-    if 2 * result.plateaus > steps:
-        console.print(f"{result.plateaus} of {steps} steps saw no difference at all: raise --batch", style="yellow")
 
 
 def predict(
@@ -188,6 +201,8 @@ def predict(
     if out and out.suffix not in (".csv", ".jsonl"):
         raise ExperimentError(f"{out} must end in .csv or .jsonl")
     check_transformers()
+    from forwardtune.experiments.comparison import Machine
+    from forwardtune.experiments.report.tables import as_csv
     from forwardtune.finetuning.tuned import Tuned
     from forwardtune.tasks.texts.data import rows, texts_of
 
@@ -199,7 +214,7 @@ def predict(
             wanted = ", ".join(columns)
             raise ExperimentError(f"an example of this model is {wanted}: give --text for each, not {len(text)} times")
         examples = [("the command", dict(zip(columns, text, strict=True)))]
-    answers: list[JsonObject] = []
+    answers: list[dict[str, Any]] = []
     for (_, row), answer in zip(examples, tuned.answers(texts_of(examples, columns)), strict=True):
         sure = {} if answer.probability is None else {"probability": round(answer.probability, 4)}
         answers.append({**row, "prediction": answer.prediction, **sure})
@@ -212,15 +227,34 @@ def predict(
         print(content, end="")
 
 
-def _method(name: str, adapter: str, lr: float | None, settings: JsonObject) -> Method:
+def replay(
+    model: Annotated[Path, typer.Option(help="A folder that `forwardtune finetune` made.")],
+    out: Annotated[Path, typer.Option(help="Folder to write the tuned model to.")],
+    base: Annotated[
+        str | None,
+        typer.Option(help="The model that was tuned: its folder or name.", show_default="of an adapter where it was"),
+    ] = None,
+) -> None:
+    """Reproduce a tuned model, bit for bit, from its base and its ledger."""
+    check_transformers()
+    from forwardtune.finetuning.tuned import replayed
+
+    with notes():
+        replayed(model, base, out)
+    console.print(f"wrote {out}", markup=False)
+
+
+def _method(name: str, adapter: str, lr: float | None, settings: dict[str, Any]) -> Method:
+    from forwardtune.experiments.spec import Method
+
     known = {kind.lower(): kind for kind in METHODS_HERE}
     one_of("method", name.lower(), known)
     kind = known[name.lower()]
     if kind == "STP" and settings["rho"] is not None:
         raise ExperimentError("STP probes at its --lr and has no rho; leave --rho out")
     settings = {name: value for name, value in settings.items() if value is not None}
-    if lr is not None and not 0 < lr < math.inf:
-        raise ExperimentError(f"--lr must be above zero and finite, not {lr:g}")
+    _check_positive("--lr", lr)
+    _check_positive("--rho", settings.get("rho"))
     if lr is None and kind != "MeZO":
         if "rho" in settings:
             raise ExperimentError("--rho goes with an --lr; without one both are found while training")
@@ -231,31 +265,15 @@ def _method(name: str, adapter: str, lr: float | None, settings: JsonObject) -> 
     return Method(kind, kind, (rate,), settings)
 
 
-class _Announcing(Listener):
-    """Says what will be tuned before the run begins, then passes events on."""
-
-    def __init__(self, then: Listener, silent: bool) -> None:
-        self.then, self.silent = then, silent
-
-    def __enter__(self) -> Listener:
-        self.then.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.then.__exit__(kind, error, trace)
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Started) and not self.silent:
-            console.print(event.about, markup=False)
-        self.then(event)
+def _check_positive(flag: str, value: float | None) -> None:
+    if value is not None and not 0 < value < math.inf:
+        raise ExperimentError(f"{flag} must be above zero and finite, not {value:g}")
 
 
-def _jsonl(answers: list[JsonObject]) -> str:
+def _jsonl(answers: list[dict[str, Any]]) -> str:
     return "".join(json_lines.dumps(row, ensure_ascii=False) + "\n" for row in answers)
 
 
 def register(app: typer.Typer) -> None:
-    for command in (finetune, predict):
+    for command in (finetune, predict, replay):
         app.command()(command)

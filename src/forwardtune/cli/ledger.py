@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -14,8 +11,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from forwardtune import ledger as ledgers
-from forwardtune.record import StepRecord
+import forwardtune as ft
+from forwardtune.cli.options import notes
 
 app = typer.Typer(help="Show, verify, replay, export and compare recorded runs.", no_args_is_help=True)
 
@@ -30,7 +27,7 @@ def show(
     file: File, steps: Annotated[int, typer.Option(min=0, help="How many of the last steps to list.")] = 5
 ) -> None:
     """Show what a ledger holds: the run, its settings and its last steps."""
-    run = ledgers.read(file)
+    run = ft.ledger.read(file)
     console.print(_summary(run, file.stat().st_size))
     if run.end > run.header.step and steps > 0:
         listing = Table("step", "loss", "probes", "t", box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -40,13 +37,15 @@ def show(
         console.print(listing)
 
 
-def _summary(run: ledgers.RecordedRun, size: int) -> Table:
+def _summary(run: ft.ledger.RecordedRun, size: int) -> Table:
     header, table = run.header, Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for group in header.groups:
         settings = ", ".join(f"{name} {_number(group.settings[name])}" for name in group.numbers)
         settings = "lr auto" if header.auto else settings
         table.add_row("method" if group is header.groups[0] else "", _clean(f"{header.method} ({settings})"))
-    directions = f"{_count(header.directions, 'direction')} per step"
+    directions = "a line per example"
+    if isinstance(header.directions, int):
+        directions = f"{_count(header.directions, 'direction')} per step"
     table.add_row("noise", f"{header.distribution}, seed {header.seed}, {directions}, {header.scale} scale")
     dtypes = ", ".join(sorted({parameter.dtype for parameter in header.parameters}))
     table.add_row("weights", f"{header.dimension:,} of {dtypes} in {_count(len(header.parameters), 'tensor')}")
@@ -72,7 +71,7 @@ def _summary(run: ledgers.RecordedRun, size: int) -> Table:
 @app.command()
 def verify(file: File) -> None:
     """Check every step of a ledger; the exit code is 1 if the file is damaged."""
-    run = ledgers.read(file)
+    run = ft.ledger.read(file)
     for _ in run.records():  # each is checked when it is read
         pass
     sound = f"steps {run.header.step} to {run.end - 1} are sound" if run.end > run.header.step else "it has no steps"
@@ -96,8 +95,8 @@ def replay(
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
         task = progress.add_task("replaying", total=1.0, visible=False)
-        with _notes():
-            ledgers.replay_file(
+        with notes():
+            ft.ledger.replay_file(
                 base,
                 file,
                 out,
@@ -118,15 +117,15 @@ def export(
 ) -> None:
     """Write a small file to share, from which others can replay the run."""
     target = out or file.with_suffix(".safetensors")
-    with _notes():
-        ledgers.export(file, target, until=until)
+    with notes():
+        ft.ledger.export(file, target, until=until)
     console.print(f"wrote {target}, {target.stat().st_size:,} bytes", soft_wrap=True, markup=False)
 
 
 @app.command()
 def diff(a: File, b: File) -> None:
     """Show where two runs diverge; the exit code is 1 if they differ."""
-    difference = ledgers.diff(a, b)
+    difference = ft.ledger.diff(a, b)
     for name, (one, other) in list(difference.fields.items())[:10]:
         console.print(_clean(f"{name}: {one} and {other}"), soft_wrap=True)
     if len(difference.fields) > 10:
@@ -146,19 +145,7 @@ def diff(a: File, b: File) -> None:
         raise typer.Exit(1)
 
 
-@contextmanager
-def _notes() -> Iterator[None]:
-    """Prints warnings as notes."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    for warning in caught:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(
-            f"note: {warning.message}", style="yellow", markup=False
-        )
-
-
-def _cells(record: StepRecord) -> list[str]:
+def _cells(record: ft.StepRecord) -> list[str]:
     if not record.lines:
         return [str(record.step), f"{record.loss:.6g}", "", "not taken"]
     probes = " ".join(f"{offset:+.4g}" for offset in record.offsets)

@@ -7,7 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
-from forwardtune.cli import experiments, finetune
+from forwardtune.cli import experiments, finetune, sweep
 from forwardtune.cli.ledger import app as ledger
 from forwardtune.errors import ForwardTuneError
 
@@ -21,15 +21,16 @@ app = typer.Typer(
 )
 finetune.register(app)
 experiments.register(app)
+sweep.register(app)
 app.add_typer(ledger, name="ledger")
 
 
 @app.callback(invoke_without_command=True)
-def version(show: bool = typer.Option(False, "--version", help="Show the version.", is_eager=True)) -> None:
+def show_version(show: bool = typer.Option(False, "--version", help="Show the version.", is_eager=True)) -> None:
     if show:
-        from forwardtune import __version__
+        from importlib.metadata import version
 
-        typer.echo(__version__)
+        typer.echo(version("forwardtune"))
         raise typer.Exit
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from forwardtune.cli.progress import JsonLines, Listener, Live, Quiet, TensorBoard
 from forwardtune.errors import ExperimentError
+
+if TYPE_CHECKING:
+    from forwardtune.cli.progress import Listener
+    from forwardtune.experiments.spec import Spec
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -26,12 +30,15 @@ Download = Annotated[bool, typer.Option("--download", help="Fetch data and weigh
 Device = Annotated[str | None, typer.Option(help="Where the runs are made.", show_default="a GPU if there is one")]
 Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="Threads of a run.", show_default="all cores")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the noise and the batches.")]
+Workload = Annotated[str | None, typer.Option(help="By its name.", show_default="the first")]
 Silent = Annotated[bool, typer.Option("--quiet", "-q", help="Print the summary only.")]
 Json = Annotated[bool, typer.Option("--json", help="Print events as JSON, one per line.")]
 Board = Annotated[bool, typer.Option("--tensorboard", help="Also log to OUT/tensorboard.")]
 
 
 def listener_for(quiet: bool, as_json: bool, board: Path | None = None) -> Listener:
+    from forwardtune.cli.progress import JsonLines, Live, Quiet, TensorBoard
+
     if quiet and as_json:
         raise ExperimentError("choose one of --quiet and --json")
     listener = JsonLines() if as_json else Quiet() if quiet else Live()
@@ -46,3 +53,30 @@ def interruptible() -> Iterator[None]:
     except KeyboardInterrupt:
         Console(stderr=True, highlight=False).print("stopped; the same command resumes where it left off")
         raise typer.Exit(130) from None
+
+
+def spec_of(file: Path | None, preset: str | None) -> Spec:
+    from forwardtune import presets as shipped
+    from forwardtune.experiments import spec as specs
+
+    if (file is None) == (preset is None):
+        raise ExperimentError("name either a spec file or a preset (--preset digits); `forwardtune presets` lists them")
+    if file and not file.exists() and str(file) in shipped.files():
+        raise ExperimentError(f"there is no file {file}; for the preset of that name write --preset {file}")
+    return specs.load(file) if file else shipped.load(preset or "")
+
+
+def default_folder(spec: Spec, preset: str | None) -> Path:
+    return Path("results") / (preset or spec.name)
+
+
+@contextmanager
+def notes() -> Iterator[None]:
+    """Prints warnings as notes."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(
+            f"note: {warning.message}", style="yellow", markup=False
+        )

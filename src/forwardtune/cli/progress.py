@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.table import Column
+from rich.text import Text
 
+from forwardtune.cli.remaining import Remaining, clock_time
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments.events import (
+    Estimated,
     Evaluated,
     Event,
     Finished,
+    Judged,
     MakingBase,
     Noted,
+    Paused,
     Planned,
     Progressed,
     Started,
+    SweepPlanned,
 )
-from forwardtune.experiments.result import scores_to_json
+from forwardtune.experiments.result import rate_name, scores_to_json
 
 
 class Listener:
@@ -67,32 +66,38 @@ class JsonLines(Listener):
         print(json.dumps(event.to_json(), allow_nan=False), flush=True)
 
 
+FIXED = 64
+"""Columns that a bar needs beside what it is called: a short bar, counts, a loss and two times."""
+
+
 class Live(Quiet):
     """A bar for each run under way, and one for all."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shown: bool = True) -> None:
         super().__init__()
         self.bars = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("queries, {task.fields[text]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            BarColumn(bar_width=None, table_column=Column(max_width=24)),
+            _Text(lambda task: f"{task.completed:,.0f}/{task.total or 0:,.0f} queries{task.fields['text']}"),
+            _Text(lambda task: f"{clock_time(task.finished_time or task.elapsed or 0.0)},"),
+            _Text(lambda task: f"{clock_time(task.fields['remaining'].seconds)} left"),
             console=self.console,
             transient=True,
+            disable=not shown,
         )
         self.total: TaskID | None = None
         self.tasks: dict[str, TaskID] = {}
         self.seen: dict[str, int] = {}
+        self.remaining: dict[str, Remaining] = {}
+        self.estimate: Estimated | None = None
         self.begun: float | None = None
+        self.are_several = False
         self.queries = self.made = self.left = 0
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.tasks or self.total is not None:
+        if self.begun is not None or self.total is not None:
             self.bars.stop()
 
     def __call__(self, event: Event) -> None:
@@ -101,12 +106,30 @@ class Live(Quiet):
             case Planned():
                 self._plan(event)
             case MakingBase() if self.total is not None:
-                self.bars.update(self.total, text=f"making the base weights of {event.workload}")
+                self.bars.update(self.total, text=", making base weights")
+            case Estimated():
+                self.estimate = event
             case Started():
                 self._start(event)
             case Progressed():
                 self._advance(event.run, event.queries)
-                self.bars.update(self.tasks[event.run], text=f"loss {event.loss:.3g}")
+                self.bars.update(self.tasks[event.run], text=f", loss {event.loss:.3g}")
+            case SweepPlanned():
+                self.are_several = True
+                last = f"of which the last one left gets {event.queries[-1]:,}"
+                self.console.print(
+                    f"{event.title}: {len(event.lr)} rates on {event.budget:,} queries, {last}", markup=False
+                )
+            case Judged():
+                kept = ", ".join(map(rate_name, event.kept)) or "none"
+                self.console.print(
+                    f"after {event.queries:,} queries of each: lr {kept} kept of {len(event.losses)}", markup=False
+                )
+            case Paused():
+                self.bars.remove_task(self.tasks.pop(event.run))
+            case Evaluated():
+                self.remaining[event.run].evaluated(event.took)
+                self._advance(event.run, event.evaluation.queries)
             case Finished():
                 self._finish(event)
 
@@ -116,8 +139,9 @@ class Live(Quiet):
         self.console.print(f"{event.spec}: {event.runs} runs{done}", markup=False)
         if left:
             self.bars.start()
-            self.left = left
-            self.total = self.bars.add_task(f"0 of {left} runs", total=event.queries, text="")
+            self.left, self.are_several = left, True
+            all_left = self.remaining[""] = Remaining(event.queries)
+            self.total = self.bars.add_task(f"0 of {left} runs", total=event.queries, text="", remaining=all_left)
 
     def _start(self, event: Started) -> None:
         self.bars.start()
@@ -125,15 +149,26 @@ class Live(Quiet):
         self.seen[event.run] = event.queries
         if event.queries and self.total is not None:
             self.bars.advance(self.total, event.queries)
-        self.tasks[event.run] = self.bars.add_task(event.title, total=event.total, completed=event.queries, text="")
+            self.remaining[""].queries -= event.queries
+        left = self.remaining[event.run] = Remaining(event.total - event.queries, event.evaluations, self.estimate)
+        self.tasks[event.run] = self.bars.add_task(
+            self._called(event.title), total=event.total, completed=event.queries, text="", remaining=left
+        )
+
+    def _called(self, title: str) -> str:
+        """The title as far as there is room for it; a single run needs none."""
+        room = max(8, self.console.width - FIXED) if self.are_several else 0
+        return title if len(title) <= room else f"{title[: room - 1]}\N{HORIZONTAL ELLIPSIS}" if room else ""
 
     def _advance(self, run: str, queries: int) -> None:
         gained, self.seen[run] = queries - self.seen[run], queries
         self.queries += gained
+        self.remaining[run].progressed(gained)
         self.bars.update(self.tasks[run], completed=queries)
         if self.total is not None:
+            self.remaining[""].progressed(gained)
             speed = self.queries / (time.perf_counter() - (self.begun or 0.0))
-            self.bars.update(self.total, advance=gained, text=f"{speed:,.0f} queries/s")
+            self.bars.update(self.total, advance=gained, text=f", {speed:,.0f}/s")
 
     def _finish(self, event: Finished) -> None:
         result = event.result
@@ -145,6 +180,7 @@ class Live(Quiet):
                 self.made += 1
                 runs = f"{self.made} of {self.left} runs"
                 self.bars.update(self.total, advance=left - result.queries, description=runs)
+                self.remaining[""].queries -= int(left) - result.queries
             self.bars.remove_task(task)
         text = f"training loss {result.final.train_loss:.3g}, test {result.metric} {result.score:.1%}"
         if result.diverged:
@@ -153,6 +189,19 @@ class Live(Quiet):
 
     def _task(self, number: TaskID) -> Task:
         return next(task for task in self.bars.tasks if task.id == number)
+
+
+class _Text(ProgressColumn):
+    """A text that is never cut: if there is no room it is the bar that becomes shorter."""
+
+    max_refresh = 0.2
+
+    def __init__(self, text: Callable[[Task], str]) -> None:
+        super().__init__(Column(no_wrap=True))
+        self.text = text
+
+    def render(self, task: Task) -> Text:
+        return Text(self.text(task))
 
 
 class TensorBoard(Listener):

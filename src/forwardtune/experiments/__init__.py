@@ -5,6 +5,7 @@ plan         the spec as a list of runs, each identified by the hash of its desc
 runner       one run, resumable through its ledger
 evaluations  the log of a run's evaluations while it is under way
 comparison   all runs of a plan, in worker processes
+sweep        many rates on the budget of one run, by successive halving
 result       what a run came to, typed
 events       what is told while runs are made
 provenance   the code and machine that a result comes from

@@ -21,6 +21,7 @@ from typing import NoReturn
 import torch
 
 from forwardtune.errors import ExperimentError, ForwardTuneError
+from forwardtune.experiments.cores import allowed
 from forwardtune.experiments.events import Event, Failed, Finished, MakingBase, Noted, Planned, Tell, ignore
 from forwardtune.experiments.plan import Run, plan
 from forwardtune.experiments.result import Rate
@@ -43,8 +44,8 @@ class Machine:
 
     @staticmethod
     def choose(device: str | None = None, workers: int | None = None, threads: int | None = None) -> Machine:
-        """All cores, one run a core; a GPU does one run at a time. What is given stays."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        """All cores that we may use, one run a core; a GPU does one run at a time. What is given stays."""
+        cores = allowed()
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
             torch.empty(0, device=device)
@@ -82,7 +83,7 @@ def _compare(spec: Spec, runs: Sequence[Run], store: Store, tasks: Tasks, machin
     for workload in workloads:
         tell(MakingBase(workload.name, workload.weights))
         make_base(tasks[workload], store)
-        _check_base(store.base(tasks[workload].base_id), runs, store)
+        check_base(store.base(tasks[workload].base_id), runs, store)
     torch.set_num_threads(threads)
     if left:
         _WorkerPool(store, tasks, machine, tell).work(left)
@@ -112,7 +113,7 @@ def unfinished(runs: Sequence[Run], store: Store, tasks: Tasks) -> list[Run]:
     return left
 
 
-def _check_base(file: Path, runs: Sequence[Run], store: Store) -> None:
+def check_base(file: Path, runs: Sequence[Run], store: Store) -> None:
     """Refuses base weights that are not those which finished runs started from."""
     bases = {result.base.id: result.base.digest for run in runs if (result := store.result(run.id))}
     if bases.get(file.stem, file_digest(file)) != file_digest(file):

@@ -21,6 +21,14 @@ class EvaluationLog:
 
     def begin(self, step: int, base: str) -> None:
         """A process takes up the run at a step, from the base that it began with."""
+        self.read(step, base)
+        self._sessions.append({"session": datetime.now(UTC).isoformat(timespec="seconds"), "base": base})
+        entries = [*self._sessions, *(evaluation.to_json() for evaluation in self.at.values())]
+        with translated(ExperimentError, f"{self.file} cannot be written"):
+            write_text(self.file, "".join(json.dumps(entry) + "\n" for entry in entries))
+
+    def read(self, step: int, base: str) -> None:
+        """What the file has up to a step; refuses that of a run which was begun from another base."""
         for line in self.file.read_text("utf-8", "replace").splitlines() if self.file.exists() else ():
             try:
                 entry = json.loads(line)
@@ -35,10 +43,6 @@ class EvaluationLog:
                 f"the run of {self.file} was begun on other data or weights; resume it with those, or choose another "
                 "folder"
             )
-        self._sessions.append({"session": datetime.now(UTC).isoformat(timespec="seconds"), "base": base})
-        entries = [*self._sessions, *(evaluation.to_json() for evaluation in self.at.values())]
-        with translated(ExperimentError, f"{self.file} cannot be written"):
-            write_text(self.file, "".join(json.dumps(entry) + "\n" for entry in entries))
 
     def add(self, evaluation: Evaluation) -> None:
         with (

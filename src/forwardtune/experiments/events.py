@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
@@ -30,6 +30,32 @@ class Planned(Event):
 
 
 @dataclass(frozen=True)
+class SweepPlanned(Event):
+    """Of `rates[i]` rates each comes to `queries[i]` queries of its own; all together use no more than the budget."""
+
+    name = "sweep"
+    title: str
+    lr: tuple[float, ...]
+    rates: tuple[int, ...]
+    queries: tuple[int, ...]
+    budget: int
+
+
+@dataclass(frozen=True)
+class Judged(Event):
+    """The rates that came to so many queries, with the losses they saw, the best first; some of them are kept."""
+
+    name = "rung"
+    queries: int
+    losses: Mapping[float, float]
+    kept: tuple[float, ...]
+
+    def to_json(self) -> Json:
+        pairs = [[lr, loss if math.isfinite(loss) else None] for lr, loss in self.losses.items()]
+        return {**super().to_json(), "losses": pairs}
+
+
+@dataclass(frozen=True)
 class MakingBase(Event):
     name = "base"
     workload: str
@@ -37,8 +63,38 @@ class MakingBase(Event):
 
 
 @dataclass(frozen=True)
+class Measuring(Event):
+    """It is measured how long a run takes; `about` says what is tuned."""
+
+    name = "measuring"
+    about: str
+
+
+@dataclass(frozen=True)
+class Estimated(Event):
+    """How long a run takes: seconds of a query and of an evaluation, with so many threads.
+
+    tried: seconds of a query by number of threads, where there was a choice.
+    minutes: the time that the budget was planned for; None if it was given in queries.
+    """
+
+    name = "estimate"
+    queries: int
+    evaluations: int
+    query: float
+    evaluation: float
+    threads: int
+    tried: Mapping[int, float]
+    minutes: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.queries * self.query + self.evaluations * self.evaluation
+
+
+@dataclass(frozen=True)
 class Started(Event):
-    """A run begins, or resumes after so many queries; `about` says what is tuned."""
+    """A run begins, or resumes after so many queries, with so many evaluations to make; `about` says what is tuned."""
 
     name = "start"
     run: str
@@ -46,6 +102,7 @@ class Started(Event):
     queries: int
     total: int
     about: str
+    evaluations: int
 
 
 @dataclass(frozen=True)
@@ -61,9 +118,12 @@ class Progressed(Event):
 
 @dataclass(frozen=True)
 class Evaluated(Event):
+    """An evaluation, and the seconds that it took."""
+
     name = "look"
     run: str
     evaluation: Evaluation
+    took: float
 
     def to_json(self) -> Json:
         return {"event": self.name, "run": self.run, **self.evaluation.to_json()}
@@ -79,6 +139,15 @@ class Noted(Event):
 
     def to_json(self) -> Json:
         return {"event": self.name, **({"run": self.run} if self.run else {}), "text": self.text}
+
+
+@dataclass(frozen=True)
+class Paused(Event):
+    """A run has come as far as it was to, and can be resumed."""
+
+    name = "pause"
+    run: str
+    queries: int
 
 
 @dataclass(frozen=True)

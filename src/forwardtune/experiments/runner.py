@@ -21,7 +21,7 @@ from forwardtune import ledger as ledgers
 from forwardtune.errors import ExperimentError, LedgerError, NonFiniteLossError
 from forwardtune.experiments import provenance
 from forwardtune.experiments.evaluations import EvaluationLog
-from forwardtune.experiments.events import Evaluated, Finished, Noted, Progressed, Started, Tell, ignore
+from forwardtune.experiments.events import Evaluated, Finished, Noted, Paused, Progressed, Started, Tell, ignore
 from forwardtune.experiments.plan import Run
 from forwardtune.experiments.result import Base, Circumstances, Evaluation, RunResult, Tracer
 from forwardtune.experiments.spec import steps
@@ -43,16 +43,48 @@ class Executed(NamedTuple):
     model: nn.Module | None
 
 
-def execute(run: Run, store: Store, task: Task, tell: Tell = ignore) -> Executed:
+class Ready(NamedTuple):
+    """What a run would begin by making: the model with the base weights, and its evaluation."""
+
+    model: nn.Module
+    evaluation: Evaluation
+
+
+def execute(run: Run, store: Store, task: Task, tell: Tell = ignore, ready: Ready | None = None) -> Executed:
     """Makes the run, or what is left of it, and saves its result; one that has finished is not run again."""
     result, model = store.result(run.id), None
     if result is None:
-        with torch.random.fork_rng(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Step not taken|.* steps saw the same loss", RuntimeWarning)
-            result, model = _RunUnderWay(run, store, task, tell).complete()
-        store.save(result)
+        result, model = _make(run, store, task, tell, ready)
+        assert result is not None
     tell(Finished(run.id, result))
     return Executed(result, model)
+
+
+def execute_until(step: int, run: Run, store: Store, task: Task, tell: Tell = ignore) -> None:
+    """Makes the run up to a step, where it pauses unless it ends before; one that is beyond that step is left alone."""
+    if store.result(run.id) is not None or _is_beyond(step, run, store, task):
+        return
+    result, _ = _make(run, store, task, tell, until=step)
+    if result is not None:
+        tell(Finished(run.id, result))
+
+
+def _make(
+    run: Run, store: Store, task: Task, tell: Tell, ready: Ready | None = None, until: int | None = None
+) -> tuple[RunResult | None, nn.Module]:
+    """What is left of a run, to its end or to a step; it has a result in the store if that was its end."""
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Step not taken|.* steps saw the same loss", RuntimeWarning)
+        result, model = _RunUnderWay(run, store, task, tell, ready, until).proceed()
+    if result is not None:
+        store.save(result)
+    return result, model
+
+
+def _is_beyond(step: int, run: Run, store: Store, task: Task) -> bool:
+    """Whether the run has made this step, and so was evaluated before it if that was due."""
+    EvaluationLog(store.evaluations(run.id)).read(step, task.base_id)
+    return store.ledger(run.id).exists() and ledgers.read(store.ledger(run.id)).end > step
 
 
 def make_base(task: Task, store: Store) -> nn.Module | None:
@@ -92,11 +124,12 @@ def _order(examples: int, seed: int, epoch: int) -> Tensor:
 class _RunUnderWay:
     """A run in this process, from wherever an earlier one left it."""
 
-    def __init__(self, run: Run, store: Store, task: Task, tell: Tell) -> None:
-        self.run, self.task, self.tell = run, task, tell
+    def __init__(self, run: Run, store: Store, task: Task, tell: Tell, ready: Ready | None, until: int | None) -> None:
+        self.run, self.task, self.tell, self.until = run, task, tell, until
         self.steps = steps(run.workload, run.method, task.queries)
         self.ledger, self.base = store.ledger(run.id), store.base(task.base_id)
-        self.fresh_model = make_base(task, store)
+        self.fresh_model = ready.model if ready else make_base(task, store)
+        self.first = ready.evaluation if ready else None
         self.log = EvaluationLog(store.evaluations(run.id))
         self.tracer = Tracer()
         self.evaluations = run.workload.evaluations
@@ -104,11 +137,12 @@ class _RunUnderWay:
         provenance.reset_peak_memory(task.device)
         provenance.code()  # what runs now, whatever becomes of the files
 
-    def complete(self) -> tuple[RunResult, nn.Module]:
+    def proceed(self) -> tuple[RunResult | None, nn.Module]:
+        """To the end, or to where it pauses: then there is no result."""
         optimizer, model, step = self._begin()
         with _recorder(optimizer):
             reason = self._train(optimizer, model, step)
-        return self._result(optimizer, reason), model
+        return None if reason is None else self._result(optimizer, reason), model
 
     def _begin(self) -> tuple[LineSearch, nn.Module, int]:
         """From the start, or from where an earlier process left off."""
@@ -195,22 +229,26 @@ class _RunUnderWay:
             for group in optimizer.param_groups:
                 group["lr"] = self.run.lr * decay_factor(self.run.decay, step / self.steps)
 
-    def _train(self, optimizer: LineSearch, model: nn.Module, step: int) -> str:
-        """Steps and evaluations to the end; the reason, if the run is given up."""
+    def _train(self, optimizer: LineSearch, model: nn.Module, step: int) -> str | None:
+        """Steps and evaluations to the end; the reason, if the run is given up. None if it pauses."""
         start, told = time.perf_counter() - self.log.seconds, 0.0
-        total = self.task.queries if self.run.lr == "auto" else self.steps * self.run.method.queries_per_step
-        self.tell(Started(self.run.id, self.run.title, optimizer.queries, total, self.task.describe(model)))
+        if self.first and not self.log.at:
+            start -= self.first.seconds
+        last = self.steps if self.until is None else self.until
+        total = self.task.queries if self.run.lr == "auto" else last * self.run.method.queries_per_step
+        left = sum(due <= last for due in self.due) - len(self.log.at)
+        self.tell(Started(self.run.id, self.run.title, optimizer.queries, total, self.task.describe(model), left))
         while True:
             reason = self._too_many_nonfinite(optimizer)
             due = self._is_due(step, optimizer.queries, len(self.log.at))
             if (due or reason) and step not in self.log.at:
-                scores = self.task.evaluate(model)
-                evaluation = Evaluation(step, optimizer.queries, time.perf_counter() - start, scores)
-                self.log.add(evaluation)
-                self.tell(Evaluated(self.run.id, evaluation))
+                self._evaluate(model, step, optimizer.queries, start)
             reason = reason or self._diverged()
             if self._is_over(step, optimizer.queries) or reason:
                 return reason
+            if step == self.until:
+                self.tell(Paused(self.run.id, optimizer.queries))
+                return None
             self._set_lr(optimizer, step)
             numbers = batch_indices(self.task.examples, self.run.workload.batch, self.run.seed, step)
             loss = self._step(optimizer, model, self.task.batch(numbers))
@@ -220,9 +258,21 @@ class _RunUnderWay:
                 told = time.perf_counter()
                 self.tell(Progressed(self.run.id, optimizer.queries, loss))
 
+    def _evaluate(self, model: nn.Module, step: int, queries: int, start: float) -> None:
+        """Evaluates the weights, unless they are those that were evaluated before the run began."""
+        if step == 0 and self.first:
+            evaluation, took = self.first, self.first.seconds
+        else:
+            before, scores = time.perf_counter(), self.task.evaluate(model)
+            evaluation = Evaluation(step, queries, time.perf_counter() - start, scores)
+            took = time.perf_counter() - before
+        self.log.add(evaluation)
+        self.tell(Evaluated(self.run.id, evaluation, took))
+
     def _step(self, optimizer: LineSearch, model: nn.Module, batch: Any) -> float:
         try:
-            return float(optimizer.step(lambda: self.task.loss(model, batch)))
+            loss = self.task.losses if optimizer.by_example else self.task.loss
+            return float(optimizer.step(lambda: loss(model, batch)))
         except NonFiniteLossError:
             return math.nan
 

@@ -67,8 +67,10 @@ class Method:
         """
         if self.is_auto:
             self.optimizer([torch.zeros(1)], "auto")
-        optimizer = self.optimizer([torch.zeros(1)], 1e-3, backend="reference")
-        optimizer.step(count(1.0).__next__)
+        with torch.random.fork_rng(devices=[]):
+            layer, calls = torch.nn.Linear(1, 1, bias=False), count(1.0)
+        optimizer = self.optimizer(layer.parameters(), 1e-3, backend="reference")
+        optimizer.step(lambda: layer(torch.zeros(1, 1))[0].detach() + next(calls))
         return optimizer.queries
 
     @property
@@ -76,12 +78,18 @@ class Method:
         """Of any of its steps."""
         if not self.is_auto:
             return self.queries_per_step
-        return max(SURVEY_QUERIES * int(self.settings["directions"]), self.queries_per_step + REVIEW_QUERIES)
+        return max(SURVEY_QUERIES * self._directions, self.queries_per_step + REVIEW_QUERIES)
+
+    @property
+    def _directions(self) -> int:
+        """Those whose queries follow each other."""
+        directions = self.settings["directions"]
+        return directions if isinstance(directions, int) else 1
 
     @property
     def takes_more_queries(self) -> bool:
         """Whether it gets fewer steps than a two-point method, being compared at equal queries."""
-        return bool(self.queries_per_step > 2 * self.settings["directions"])
+        return self.queries_per_step > 2 * self._directions
 
     @property
     def title(self) -> str:

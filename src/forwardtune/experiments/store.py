@@ -5,6 +5,7 @@ spec.toml             the comparison that was run last
 runs/ID.json          the result of a finished run
 runs/ID.ledger        its steps (and, beside it, the state to resume from)
 runs/ID.looks         evaluations of a run under way
+sweeps/ID.json        what a sweep over rates came to
 bases/ID.safetensors  the weights that runs of a workload start from
 """
 
@@ -27,7 +28,7 @@ class Store:
 
     def __init__(self, folder: Path | str, *, create: bool = True) -> None:
         self.folder = folder = Path(folder)
-        self.runs, self.bases = folder / "runs", folder / "bases"
+        self.runs, self.bases, self.sweeps = folder / "runs", folder / "bases", folder / "sweeps"
         mark = folder / "store.json"
         with translated(ExperimentError, f"the results in {folder} cannot be used"):
             if not mark.exists():
@@ -85,6 +86,12 @@ class Store:
 
     def evaluations(self, run_id: str) -> Path:
         return self.runs / f"{run_id}.looks"
+
+    def save_sweep(self, sweep_id: str, outcome: Json) -> None:
+        file = self.sweeps / f"{sweep_id}.json"
+        with translated(ExperimentError, f"{file} cannot be written"):
+            self.sweeps.mkdir(exist_ok=True)
+            write_json(file, {"schema": SCHEMA, "id": sweep_id, **outcome})
 
     def base(self, base_id: str) -> Path:
         return self.bases / f"{base_id}.safetensors"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from forwardtune.experiments.plan import Run
@@ -45,8 +46,19 @@ Texts are put to it by the setup "{task.language.setup_name}"{_question(task)}.
 forwardtune predict --model . --text "..."
 ```
 
-`run.ledger` is the run. The weights it started from and this file give the weights here, bit for bit.
+`run.ledger` is the run: `forwardtune ledger show run.ledger` tells of its steps. The weights that it started from and
+this file give the weights here, bit for bit:
+
+```
+forwardtune replay --model . --base {shlex.quote(_base(task))} --out again
+```
 """
+
+
+def _base(task: TextTask) -> str:
+    """Where the model is: its folder, wherever we are, or its name on the Hub."""
+    path = Path(task.language.path)
+    return str(path.resolve()) if path.is_dir() else task.language.path
 
 
 def _question(task: TextTask) -> str:

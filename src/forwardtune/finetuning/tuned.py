@@ -2,10 +2,11 @@
 
 model.safetensors, config.json, ...  the model and its tokenizer (with an adapter: adapter_model.safetensors, ...)
 forwardtune.json                     how a text is put to it
-run.ledger                           the run: with the base weights it gives the tuned ones, bit for bit
+run.ledger                           the run: with the base weights it gives the tuned ones, bit for bit; while it is
+                                     under way a link to its live ledger in run/, afterwards its export
 base.safetensors                     of a new head or adapter: its weights before the run
 README.md                            the card
-run/                                 the run under way, from which it resumes if it was stopped
+run/                                 the run under way and its budget, from which it resumes if it was stopped
 """
 
 from __future__ import annotations
@@ -13,19 +14,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+from forwardtune import ledger as ledgers
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments.result import Json
 from forwardtune.experiments.store import read_json
+from forwardtune.files import translated
 from forwardtune.tasks.texts.data import Text
-from forwardtune.tasks.texts.models import PretrainedModel
+from forwardtune.tasks.texts.models import PretrainedModel, quiet
 from forwardtune.tasks.texts.setups import score_between
 from forwardtune.tasks.texts.task import CHUNK
 
-SETTINGS = "forwardtune.json"
+SETTINGS, LEDGER, NEW = "forwardtune.json", "run.ledger", "base.safetensors"
 FORMAT = 1
 
 
@@ -98,6 +103,31 @@ class Tuned:
             sure, chosen = logits.softmax(1).max(1)
             for number, probability in zip(chosen.tolist(), sure.tolist(), strict=True):
                 yield Answer(self.settings.classes[number], probability)
+
+
+def replayed(folder: Path, base: str | None, out: Path) -> None:
+    """The tuned model of a folder once more, from its base weights and its ledger alone, written to another folder.
+
+    base: where the model that was tuned is; of an adapter by default where it was.
+    """
+    settings = _read(folder)
+    if not (base or settings.model):
+        raise ExperimentError(f"{folder} does not say where its base is; name it with --base")
+    if out.exists():
+        raise ExperimentError(f"{out} already exists; choose another name for --out")
+    language = PretrainedModel(
+        base or settings.model, settings.setup, settings.adapter, settings.dtype, settings.pad_token
+    )
+    language.check_size(torch.device("cpu"))
+    setup = language.setup(settings.columns, settings.template, settings.words, settings.max_length)
+    with torch.random.fork_rng(devices=[]):
+        model: Any = language.build(setup.answers)[0]
+    if (folder / NEW).exists():
+        model.load_state_dict(load_file(folder / NEW), strict=False)
+    ledgers.replay(model, folder / LEDGER)
+    with quiet(), translated(ExperimentError, f"{out} cannot be written"):
+        model.save_pretrained(out)
+        language.tokenizer.save_pretrained(out)
 
 
 def _read(folder: Path) -> Settings:

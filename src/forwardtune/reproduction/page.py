@@ -99,7 +99,7 @@ def _section(name: str, scores: ComparisonScore, full: Spec | None, printed: Jso
         blocks.append(f"\n### Acceleration of {spec.methods[0].title}\n\n" + _accelerations(scores, printed))
     if full and spec.text != full.text:
         blocks.append("\n### What differs from the paper's settings\n\n" + _differences(scores, full))
-    blocks.append(f"\n{_origin(scores)}\n")
+    blocks.append(f"\n{origin(scores)}\n")
     return "\n".join(blocks)
 
 
@@ -222,7 +222,7 @@ def _settings(workload: Workload) -> list[str]:
     return [budget, str(workload.batch), str(len(workload.seeds)), start]
 
 
-def _origin(scores: ComparisonScore) -> str:
+def origin(scores: ComparisonScore) -> str:
     """Where the numbers come from, in a sentence."""
     results = scores.results
     if not results:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-RULES = 1
+RULES = 2
 """Raised by every change that gives runs of the same description another outcome."""
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,12 @@ class Task(ABC):
         self.examples, self.tests = examples, tests
         self.queries = workload.budget(examples)
 
+    def with_workload(self, workload: Workload) -> Self:
+        """The same task under a workload that differs in its budget or its evaluations only."""
+        task = copy.copy(self)
+        task.workload, task.queries = workload, workload.budget(self.examples)
+        return task
+
     @property
     def data(self) -> DataFacts:
         return DataFacts(self.workload.data, self.examples, self.tests, self.data_digest, self.note, self.majority)
@@ -76,6 +83,10 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor: ...
+
+    @abstractmethod
+    def losses(self, model: nn.Module, batch: Any) -> Tensor:
+        """One loss per example of the batch, all in one forward pass."""
 
     @abstractmethod
     def batch(self, chosen: Tensor) -> Any:

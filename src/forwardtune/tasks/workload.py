@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from forwardtune.errors import ExperimentError
-from forwardtune.toml_tables import at_least, is_name
+from forwardtune.metrics import OF_CLASSES
+from forwardtune.toml_tables import at_least, is_name, one_of
+
+OBJECTIVES = ("loss", *OF_CLASSES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +17,8 @@ class Workload:
 
     weights: what tuning starts from; each kind of workload says what it may be.
     queries, epochs: the budget of a run, as either; an epoch is that of a method with two queries per step.
+    objective: what is minimized on each batch: ``"loss"``, or one minus ``"accuracy"`` or ``"f1"``, which have no
+        gradient.
     evaluations: how often, at equal intervals, the model is evaluated, not counting the start.
     train_examples, test_examples: on how many fixed examples of each set; 0 means all.
     """
@@ -26,6 +31,7 @@ class Workload:
     seeds: tuple[int, ...]
     queries: int | None = None
     epochs: int | None = None
+    objective: str = "loss"
     evaluations: int = 40
     train_examples: int = 0
     test_examples: int = 0
@@ -37,6 +43,7 @@ class Workload:
         for name in ("batch", "evaluations", "queries", "epochs"):
             if (given := getattr(self, name)) is not None:
                 at_least(1, **{name: given})
+        one_of("objective", self.objective, OBJECTIVES)
         at_least(0, train_examples=self.train_examples, test_examples=self.test_examples)
         if len(set(self.seeds)) < len(self.seeds) or not all(0 <= seed < 2**63 for seed in self.seeds):
             raise ExperimentError(f"seeds must be different whole numbers from 0 to 2^63, not {list(self.seeds)}")

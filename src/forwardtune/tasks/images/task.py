@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from forwardtune.errors import ExperimentError
 from forwardtune.files import replace_file, translated
-from forwardtune.metrics import metric
+from forwardtune.metrics import metric, one_minus
 from forwardtune.tasks.identity import RULES, brief, file_digest, fingerprint
 from forwardtune.tasks.images import networks
 from forwardtune.tasks.images.data import Images
@@ -26,7 +26,7 @@ CHUNK = 250  # images evaluated at a time
 
 
 class ImageTask(Task):
-    """All weights of the network are tuned; the objective is the cross entropy."""
+    """All weights of the network are tuned; the loss is the cross entropy."""
 
     workload: ImageWorkload
 
@@ -48,7 +48,18 @@ class ImageTask(Task):
         return networks.build(self.workload.network, self.images)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1])
+        return self._objective(model(batch[0]), batch[1])
+
+    def losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        logits: Tensor = model(batch[0])
+        if self.workload.objective != "loss":
+            return (logits.argmax(1) != batch[1]).to(logits.dtype)
+        return F.cross_entropy(logits, batch[1], reduction="none")
+
+    def _objective(self, logits: Tensor, actual: Tensor) -> Tensor:
+        if self.workload.objective != "loss":
+            return one_minus(self.workload.objective, logits, actual)
+        return F.cross_entropy(logits, actual)
 
     def batch(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         return self._ready(self.images.train_x[chosen]), self.images.train_y[chosen].to(self.device)
@@ -61,13 +72,9 @@ class ImageTask(Task):
         return Scores(train_loss, test_loss, {name: metric(name, predicted, actual, classes) for name in self.metrics})
 
     def _evaluated(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
-        """The mean loss, and the predicted classes."""
-        total, predicted = 0.0, []
-        for some, labels in zip(x.split(CHUNK), y.to(self.device).split(CHUNK), strict=True):  # type: ignore[no-untyped-call]
-            logits = model(self._ready(some))
-            total += F.cross_entropy(logits, labels, reduction="sum").item()
-            predicted.append(logits.argmax(1).cpu())
-        return total / len(y), torch.cat(predicted)
+        """The objective over all examples, and the predicted classes."""
+        logits = torch.cat([model(self._ready(some)) for some in x.split(CHUNK)])  # type: ignore[no-untyped-call]
+        return self._objective(logits, y.to(self.device)).item(), logits.argmax(1).cpu()
 
     def _ready(self, x: Tensor) -> Tensor:
         return networks.as_input(self.workload.network, self.images, x.to(self.device))

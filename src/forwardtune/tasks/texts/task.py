@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from forwardtune.errors import ExperimentError
 from forwardtune.files import replace_file, translated
 from forwardtune.integrations.huggingface.footprint import footprint
-from forwardtune.metrics import OF_CLASSES, class_counts, metric
+from forwardtune.metrics import metric, one_minus
 from forwardtune.tasks.identity import RULES, file_digest, fingerprint
 from forwardtune.tasks.sources import Sources
 from forwardtune.tasks.task import Scores, Task
@@ -25,7 +25,7 @@ from forwardtune.tasks.texts.models import PretrainedModel
 from forwardtune.tasks.texts.setups import Rows, score_between
 from forwardtune.tasks.texts.workload import TextWorkload
 
-CHUNK = 128  # texts evaluated at a time
+CHUNK = 16  # texts evaluated at a time
 
 Batch = tuple[list[Rows], Tensor]
 
@@ -97,13 +97,17 @@ class TextTask(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return self._objective(self.setup.logits(model, batch[0]), batch[1])
 
+    def losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        logits = self.setup.logits(model, batch[0], together=True)
+        return torch.stack([self._objective(own[None], y[None]) for own, y in zip(logits, batch[1], strict=True)])
+
     def _objective(self, logits: Tensor, actual: Tensor) -> Tensor:
         """One minus a metric, or the loss: the cross entropy, with a score as the probability of the second answer.
 
         A head that gives the score itself has the squared error.
         """
         if self.workload.objective != "loss":
-            return 1 - OF_CLASSES[self.workload.objective](*class_counts(logits.argmax(1), actual, logits.shape[1]))
+            return one_minus(self.workload.objective, logits, actual)
         if self.texts.classes:
             return F.cross_entropy(logits, actual)
         if logits.shape[1] == 1:

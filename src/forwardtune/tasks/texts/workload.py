@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from forwardtune.errors import ExperimentError
-from forwardtune.metrics import OF_CLASSES
 from forwardtune.tasks.workload import Workload
 from forwardtune.toml_tables import at_least, one_of
 
@@ -15,7 +14,6 @@ TEXTS = (*GLUE, FILES)
 TRANSFORMER = "transformer"
 SETUPS = ("prompt", "similarity", "head")
 ADAPTERS = ("none", "lora", "prefix", "prompt", "ia3")
-OBJECTIVES = ("loss", *OF_CLASSES)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -28,7 +26,6 @@ class TextWorkload(Workload):
     setup: how texts are put to the model, ``"prompt"``, ``"similarity"`` or ``"head"``; inferred from the model by
         default.
     adapter: ``"lora"``, ``"prefix"``, ``"prompt"`` or ``"ia3"``, tuned instead of the model's own weights.
-    objective: what is tuned on each batch: ``"loss"``, or ``"accuracy"`` or ``"f1"``, which have no gradient.
     template, words: the question and its answers, if not the task's own.
     max_length: the maximum number of tokens in an example.
     pad_token: for a head on a model whose tokenizer has none.
@@ -37,7 +34,6 @@ class TextWorkload(Workload):
 
     setup: str = ""
     adapter: str = "none"
-    objective: str = "loss"
     template: str = ""
     words: tuple[str, ...] = ()
     max_length: int = 128
@@ -58,7 +54,6 @@ class TextWorkload(Workload):
         if self.setup == "head" and (self.template or self.words):
             raise ExperimentError("a head uses no template and no words; leave them out, or choose another setup")
         one_of("adapter", self.adapter, ADAPTERS)
-        one_of("objective", self.objective, OBJECTIVES)
         one_of("dtype", self.dtype, DTYPES)
         if self.objective != "loss" and self.data == "stsb":
             raise ExperimentError(f'stsb asks for scores, which have no {self.objective}; choose the objective "loss"')

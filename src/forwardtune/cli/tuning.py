@@ -1,0 +1,113 @@
+"""What `forwardtune finetune` says: what is tuned, how long it takes, every evaluation, and what it came to."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+from forwardtune.cli.options import console
+from forwardtune.cli.progress import Live
+from forwardtune.cli.remaining import clock_time
+from forwardtune.experiments.events import Estimated, Evaluated, Event, Finished, Measuring, Started
+from forwardtune.experiments.result import RunResult
+from forwardtune.tasks.task import Scores
+
+FALLEN = 0.99
+"""A training loss has fallen if it is at most so much of what it was."""
+TRY = (
+    "more steps (--steps, --minutes), a larger --batch, another --lr or --scale, another question (--template, --word) "
+    "or --setup"
+)
+
+
+class Tuning(Live):
+    """Tells of a single run line by line, with a bar below them in a terminal."""
+
+    def __init__(self) -> None:
+        super().__init__(shown=sys.stdout.isatty() and sys.stderr.isatty())
+        self.is_described = False
+        self.total_queries, self.start = 0, 0.0
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Finished):
+            return  # the command tells what it came to
+        match event:
+            case Measuring():
+                self._describe(event.about)
+            case Started():
+                self._describe(event.about)
+                self.start, self.total_queries = time.perf_counter(), event.total
+        super().__call__(event)
+        match event:
+            case Started() if event.queries:
+                left = clock_time(self.remaining[event.run].seconds)
+                console.print(f"resumes after {event.queries:,} of {event.total:,} queries, about {left} left")
+            case Started() if self.estimate:
+                console.print(told_estimate(self.estimate), markup=False)
+            case Evaluated():
+                console.print(self._line(event), markup=False)
+
+    def _describe(self, about: str) -> None:
+        if not self.is_described:
+            console.print(about, markup=False)
+        self.is_described = True
+
+    def _line(self, event: Evaluated) -> str:
+        evaluation = event.evaluation
+        told = told_scores(evaluation.scores)
+        if evaluation.step == 0:
+            return f"before tuning: {told}"
+        left = clock_time(self.remaining[event.run].seconds)
+        at = f"{evaluation.queries:,}/{self.total_queries:,} queries"
+        return f"{at}: {told}, {clock_time(evaluation.seconds)} elapsed, {left} left"
+
+
+def told_scores(scores: Scores) -> str:
+    metrics = ", ".join(f"{name} {100 * value:.1f}" for name, value in scores.metrics.items())
+    return f"training loss {scores.train_loss:.4g}, test {metrics}"
+
+
+def told_estimate(estimate: Estimated) -> str:
+    """As: about 12 minutes: 1,000 queries of 0.7 s, 10 evaluations of 3 s, with 1 thread."""
+    times = (
+        f"{estimate.queries:,} queries of {_short(estimate.query)}, {estimate.evaluations} "
+        f"evaluation{'s' if estimate.evaluations > 1 else ''} of {_short(estimate.evaluation)}"
+    )
+    others = [
+        f"{_short(seconds)} with {number}" for number, seconds in estimate.tried.items() if number != estimate.threads
+    ]
+    threads = f"{estimate.threads} thread{'s' if estimate.threads > 1 else ''}"
+    compared = f" (a query takes {others[0]})" if others else ""
+    planned = f"planned for {estimate.minutes:g} minutes, of which the run takes " if estimate.minutes else ""
+    return f"{planned}about {_long(estimate.seconds)}: {times}, with {threads}{compared}"
+
+
+def _short(seconds: float) -> str:
+    return f"{1000 * seconds:.2g} ms" if seconds < 0.0995 else f"{seconds:.2g} s" if seconds < 99 else _long(seconds)
+
+
+def _long(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+
+
+def outcome(result: RunResult, queries_per_step: int) -> Iterator[tuple[str, str]]:
+    """What a run came to, in lines with their styles."""
+    changes = {name: (result.curve.column(name)[0], result.final.metrics[name]) for name in result.metrics}
+    told = ", ".join(f"{name} {100 * before:.1f} to {100 * after:.1f}" for name, (before, after) in changes.items())
+    majority = f" (majority class {100 * result.data.majority:.1f})" if result.data.majority else ""
+    yield f"test {told}{majority}", ""
+    steps = result.queries // queries_per_step
+    if 2 * result.plateaus > steps:
+        yield f"{result.plateaus} of {steps} steps saw no difference at all: raise --batch", "yellow"
+    first, last = result.curve.column("train_loss")[0], result.final.train_loss
+    before, after = changes[result.metric]
+    if after < before:
+        yield f"the test {result.metric} ended below where it began: {100 * before:.1f} to {100 * after:.1f}", "red"
+    if not last <= FALLEN * first:
+        how = "has hardly fallen" if last < first else "has not fallen"
+        yield f"the training loss {how}: {first:.4g} to {last:.4g}", "yellow"
+    if after < before or not last <= FALLEN * first:
+        yield f"try {TRY}", "yellow"

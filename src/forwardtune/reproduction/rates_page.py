@@ -1,0 +1,138 @@
+"""The page that says what finding the rate while training costs and brings, made from results and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean, median, stdev
+
+from forwardtune import presets
+from forwardtune.errors import ExperimentError
+from forwardtune.experiments.intervals import paired
+from forwardtune.experiments.report.tables import markdown
+from forwardtune.experiments.result import rate_name
+from forwardtune.experiments.scoring import MethodScore, RateScore, WorkloadScore, score
+from forwardtune.experiments.store import Store
+from forwardtune.experiments.summary import count, number
+from forwardtune.reproduction.page import origin
+
+INTRODUCTION = """# No rate to choose: what it comes to
+
+This page is made from the results of runs by
+
+```
+forwardtune reproduction {folder} --about rates --out docs/rates.md
+```
+
+and the results by `forwardtune compare --preset PRESET --data DIR --out {folder}/PRESET`, with the presets named below.
+All methods get the same number of queries, and all their queries count. A method with a grid is shown at its best rate,
+the one with the lowest mean final training loss; the runs at its other rates are not charged to it. "A guess" is the
+median of that loss over its rates, which is what half of all guesses reach. With `auto` nothing is chosen. Steps are in
+absolute units, or relative to the size of the weights where a method says so or finds its rate. Losses and scores are
+those at the end, mean and standard deviation over seeds. Differences are paired by seed, with Student's 95% interval;
+one whose interval includes zero is not decided.
+"""
+
+
+def rates_page(folder: Path) -> str:
+    """The page, from a folder that has results of the presets `auto/...` in folders of their names."""
+    names = [name for name in presets.files() if name.startswith("auto/")]
+    made = [name for name in names if (folder / name / "store.json").exists()]
+    if not made:
+        raise ExperimentError(
+            f"{folder} holds no results of the presets {', '.join(names)}; make some by `forwardtune compare --preset "
+            f"{names[0]} --out {folder}/{names[0]}`"
+        )
+    parts = [INTRODUCTION.format(folder=folder)]
+    for name in made:
+        scores = score(presets.load(name), Store(folder / name, create=False))
+        parts.append(f"## {scores.spec.title}\n\nPreset `{name}`. {' '.join(scores.spec.description.split())}\n")
+        if scores.missing:
+            parts.append(f"{count(scores.missing, 'run')} missing.\n")
+        parts += [_workload(workload) for workload in scores.workloads if workload.results]
+        parts.append(f"{origin(scores)}\n")
+    return "\n".join(parts)
+
+
+def _workload(workload: WorkloadScore) -> str:
+    result = workload.results[0]
+    first = result.curve.column("train_loss")[0], result.curve.column(workload.metric)[0]
+    w = workload.workload
+    seeds = max((len(method.best.results) for method in workload.methods if method.best), default=0)
+    start = (
+        f"{w.name}: {w.queries:,} queries, {count(seeds, 'seed')}, {result.weights:,} weights. At the start the "
+        f"training loss is {number(first[0])}, the test {workload.metric} {100 * first[1]:.1f}%.\n"
+    )
+    header = ["method", "rates", "training loss", f"{workload.metric} (%)", "best rate", "a guess"]
+    rows = [_row(method) for method in workload.methods if method.best]
+    return "\n".join([start, markdown(header, rows), "", *(f"- {line}" for line in _findings(workload)), ""])
+
+
+def _row(score: MethodScore) -> list[str]:
+    best = score.best
+    assert best is not None
+    is_auto = score.method.is_auto
+    name = score.method.title
+    diverged = f", {best.diverged} diverged" if best.diverged else ""
+    edge = ", an end of its grid" if score.at_edge else ""
+    return [
+        f"**{name}**" if is_auto else name,
+        "none" if is_auto else str(len(score.rates)),
+        _spread(best.losses) + diverged,
+        _spread([100 * value for value in best.accuracies], ".1f"),
+        "found" if is_auto else f"{rate_name(best.lr)}{edge}",
+        "" if is_auto else _shown(_guess(score)),
+    ]
+
+
+def _spread(values: list[float], digits: str = "") -> str:
+    shown = [format(value, digits) if digits else _shown(value) for value in (fmean(values),)]
+    if len(values) > 1 and all(map(math.isfinite, values)):
+        shown.append(format(stdev(values), digits or "#.2g").rstrip("."))
+    return " ± ".join(shown)
+
+
+def _shown(value: float) -> str:
+    return number(value) if math.isfinite(value) else "diverged"
+
+
+def _guess(score: MethodScore) -> float:
+    """The loss that half of the rates reach."""
+    return median(rate.mean_loss for rate in score.rates if rate.is_complete)
+
+
+def _findings(workload: WorkloadScore) -> Iterator[str]:
+    """What finding the rate gains on the best one of every grid, and on a guess; and what units gain."""
+    complete = [method for method in workload.methods if method.best]
+    autos = [method for method in complete if method.method.is_auto]
+    for before, auto in enumerate(autos):
+        for other in [*autos[:before], *(method for method in complete if not method.method.is_auto)]:
+            yield f"{auto.method.title} {_against(auto, other)}"
+    for relative in (method for method in complete if method.method.settings.get("scale") == "relative"):
+        for other in complete:
+            same = other.method.method == relative.method.method and not relative.method.is_auto
+            if same and other.method.settings.get("scale", "absolute") == "absolute" and not other.method.is_auto:
+                yield f"{relative.method.title} {_against(relative, other)}"
+
+
+def _against(ours: MethodScore, other: MethodScore) -> str:
+    assert ours.best is not None
+    assert other.best is not None
+    if other.method.is_auto:
+        return f"against {other.method.title}: {_difference(ours.best, other.best)}."
+    than_a_guess = ours.best.mean_loss / _guess(other) - 1
+    guess = "" if math.isnan(than_a_guess) else f"; against a guess of its rate {than_a_guess:+.0%}"
+    return f"against {other.method.title} at its best rate: {_difference(ours.best, other.best)}{guess}."
+
+
+def _difference(ours: RateScore, other: RateScore) -> str:
+    if not all(map(math.isfinite, [*ours.losses, *other.losses])):
+        return "runs diverged"
+    difference = paired(ours.losses, other.losses)
+    share = f"{difference.mean / other.mean_loss:+.0%}"
+    if difference.interval is None:
+        return f"{share} training loss (one seed)"
+    low, high = (f"{end / other.mean_loss:+.0%}" for end in difference.interval)
+    decided = "" if difference.is_clear else ", not decided"
+    return f"{share} training loss ({low} to {high}{decided})"
