@@ -99,6 +99,32 @@ MALFORMED = {
         lambda header: journal(header, numbers(0, math.nan, *SETTINGS, 0, 1, 1, 0, 1, 1, 1)),
         "step 0 .* is invalid .cannot convert float NaN",
     ),
+    "negative queries": (
+        lambda header: journal(header, numbers(0, -2, *SETTINGS, 0, 1, 1, 0, 1, 1, 1)),
+        "step 0 .* is invalid .-2 queries",
+    ),
+    "infinite queries": (
+        lambda header: journal(header, numbers(0, math.inf, *SETTINGS, 0, 1, 1, 0, 1, 1, 1)),
+        "step 0 .* is invalid .cannot convert float infinity",
+    ),
+    "an offset that is no number": (
+        lambda header: journal(header, numbers(0, 2, *SETTINGS, 0, 1, 1, 0, 1, 1, math.nan)),
+        "step 0 .* is invalid .offset nan",
+    ),
+    "an infinite probe": (
+        lambda header: journal(header, numbers(0, 2, *SETTINGS, 0, 1, math.inf, 0, 1, 1, 1)),
+        "step 0 .* is invalid .offset inf",
+    ),
+    "an offset out of reach": (
+        lambda header: journal(header, numbers(0, 2, *SETTINGS, 0, 1, 1, 0, 1, 1, 1e300)),
+        r"step 0 .* is invalid .offset 1e\+300",
+    ),
+    "an export with an infinite offset": (
+        lambda header: export_of(
+            header, 1, loss=[0.0], visited_0=[1], probe_0_0_0=[1.0], **{**COLUMNS, "t_0_0": [math.inf]}
+        ),
+        "step 0 .* is invalid .offset inf",
+    ),
     "half a probe": (
         lambda header: journal(header, numbers(0, 2, *SETTINGS, 0, 1, 1, 0, 1, 1)),
         "step 0 .* is invalid .6 numbers",

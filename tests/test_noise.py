@@ -4,6 +4,8 @@ import copy
 import hashlib
 import itertools
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -369,3 +371,20 @@ def test_in_place_moves_are_seen_by_autograd():
     ft.VS2P([w]).step(lambda: 0.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_without_a_folder_for_compiled_code_it_is_compiled_anew_with_one_warning():
+    code = """
+import warnings
+from numba.core.caching import CacheImpl
+CacheImpl._locator_classes = []
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import torch, forwardtune as ft
+    x = torch.ones(3)
+    field = ft.Field([[x]], backend="numba")
+    field.mover.move(0, [ft.noise.Term(0, [0.0], [0.5])])
+print(sorted(x.tolist()), [str(w.message)[:33] for w in caught if "numba" in str(w.message)])
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stdout.strip() == "[0.5, 0.5, 1.5] ['numba has no folder to keep compil']", result.stderr

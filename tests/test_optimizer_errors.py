@@ -3,6 +3,7 @@
 import copy
 import math
 import signal
+import threading
 import warnings
 
 import pytest
@@ -251,3 +252,36 @@ def test_memory_that_was_taken_away_is_noticed(left):
 def test_unknown_options_are_type_errors():
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'momentum'; it takes lr, rho, tau_a"):
         ft.VS2P([torch.ones(3)], momentum=0.9)
+
+
+def test_a_step_inside_a_step_is_refused_and_the_outer_one_undone():
+    model, closure = problem(torch.float64)
+    optimizer = ft.VS2P(model.parameters(), lr=1.0)
+    optimizer.step(closure)
+    before = weights(model)
+    with pytest.raises(ft.InvalidArgumentError, match="a step of this VS2P is under way"):
+        optimizer.step(lambda: optimizer.step(closure))
+    torch.testing.assert_close(weights(model), before, rtol=0, atol=1e-15)
+    assert (optimizer.steps, optimizer.queries) == (2, 3)
+    copy.deepcopy(optimizer).step(closure)
+    optimizer.step(closure)
+    assert (optimizer.steps, optimizer.queries) == (3, 5)
+
+
+def test_two_threads_cannot_step_one_optimizer_at_once():
+    x, inside, leave = torch.ones(3), threading.Event(), threading.Event()
+    optimizer = ft.VS2P([x], lr=1.0)
+
+    def slow():
+        inside.set()
+        assert leave.wait(10)
+        return x @ x
+
+    thread = threading.Thread(target=optimizer.step, args=(slow,))
+    thread.start()
+    assert inside.wait(10)
+    with pytest.raises(ft.InvalidArgumentError, match="nor from two threads at once"):
+        optimizer.step(lambda: x @ x)
+    leave.set()
+    thread.join()
+    assert (optimizer.steps, optimizer.queries) == (1, 2)

@@ -1,5 +1,6 @@
 """How texts are put to models: every setup against one example at a time without padding, and what is refused."""
 
+import json
 from itertools import pairwise, product
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from forwardtune._compat.transformers import transformers
 from forwardtune.errors import ExperimentError
 from forwardtune.tasks.texts import models, setups
 from forwardtune.tasks.texts.models import PretrainedModel
+from tests.helpers import tiny
 from tests.helpers.comparisons import DATA, needs_data
 from tests.helpers.texts import models_and_tables, task_of
 
@@ -199,3 +201,19 @@ def test_sentencepiece_alone_is_read_as_llamas(tmp_path):
     language.tokenizer.save_pretrained(tmp_path)
     again = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert again.tokenize("film It was great") == ["▁film", "▁It", "▁was", "▁great"]
+
+
+@pytest.mark.parametrize("model_type", ["stranger", "llama"])
+def test_code_in_a_model_folder_is_never_run(tmp_path, monkeypatch, model_type):
+    folder, ran = tiny.causal(tmp_path / "model"), tmp_path / "ran"
+    (folder / "strange.py").write_text(f"open({str(ran)!r}, 'w')\nclass Strange: pass\n")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": model_type, "auto_map": {"AutoConfig": "strange.Strange", "AutoModel": "strange.Strange"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked the user"))
+    if model_type == "llama":  # what transformers knows needs no code of the folder
+        PretrainedModel(folder, "prompt").build(2)
+    else:
+        with pytest.raises(ExperimentError, match=r"the config of the model .* cannot be loaded"):
+            PretrainedModel(folder, "prompt")
+    assert not ran.exists()

@@ -17,6 +17,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class LineSearch(RunState):
             raise InvalidArgumentError(
                 f"recorder must be a Recorder, for instance ft.Ledger('run.ledger', model), not {self.recorder!r}"
             )
-        self._modules = Modules()
+        self._modules, self._stepping = Modules(), Lock()
         self._is_auto = is_auto = isinstance(defaults["lr"], str) and defaults["lr"] == "auto"
         scale = run.get("scale", "relative" if is_auto else "absolute")
         if scale not in SCALES:
@@ -184,6 +185,17 @@ class LineSearch(RunState):
                 f"{type(self).__name__}.step needs a closure that returns the loss, for instance "
                 "optimizer.step(lambda: loss_fn(model(x), y)); it is called several times, without a backward pass"
             )
+        if not self._stepping.acquire(blocking=False):
+            raise InvalidArgumentError(
+                f"a step of this {type(self).__name__} is under way; do not call step inside a closure of the same "
+                "optimizer, nor from two threads at once"
+            )
+        try:
+            return self._step(closure)
+        finally:
+            self._stepping.release()
+
+    def _step(self, closure: Closure) -> Any:
         for group in self.param_groups:
             self.check(group)
         self._measure_scales()
@@ -361,7 +373,7 @@ class LineSearch(RunState):
         if self.param_groups:
             self._complete_run()
         self._field = None
-        self._modules = Modules()
+        self._modules, self._stepping = Modules(), Lock()
 
     def __repr__(self) -> str:
         run = self._run

@@ -18,6 +18,7 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from forwardtune.auto import SPAN, start
 from forwardtune.errors import InvalidArgumentError, LedgerError
 from forwardtune.noise import DISTRIBUTIONS, NOISE_VERSION
 from forwardtune.noise.backends import chunks
+from forwardtune.noise.field import reach_of
 from forwardtune.noise.mover import check_number
 from forwardtune.record import LineRecord, Review, StepRecord
 from forwardtune.scales import SCALES
@@ -120,6 +122,11 @@ class Header:
     def dimension(self) -> int:
         """The number of weights that move."""
         return sum(math.prod(parameter.shape) for parameter in self.parameters)
+
+    @cached_property
+    def reach(self) -> float:
+        """The largest offset that the run's weights could go to."""
+        return reach_of(getattr(torch, parameter.dtype) for parameter in self.parameters)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -248,6 +255,7 @@ def unpack(step: int, packed: bytes, header: Header) -> tuple[StepRecord, list[d
     groups, directions = len(header.groups), header.directions
     try:
         kind, queries, *rest = struct.unpack(f"<{len(packed) // 8}d", packed)
+        _require(not queries < 0, f"{queries:g} queries")
         _require(0 <= kind < 2 * WENT_BACK and kind % NEW_STATE in (TAKEN, NOT_TAKEN, RAISED), f"kind {kind:g}")
         review = None
         if int(kind) & REVIEWED:
@@ -261,9 +269,10 @@ def unpack(step: int, packed: bytes, header: Header) -> tuple[StepRecord, list[d
         taken, raised = kind % NEW_STATE == TAKEN, kind % NEW_STATE == RAISED
         if not isinstance(directions, int):
             examples, counted = _unpack_examples(rest, groups, taken), int(queries)
-            return StepRecord.of(
+            record = StepRecord.of(
                 step, examples, queries=counted, taken=taken, raised=raised, review=review, by_example=True
-            ), settings
+            )
+            return checked(record, header.reach), settings
         split = len(rest) - directions * groups if taken else len(rest)
         _require(split >= 0 and split % (2 + groups) == 0, f"{len(rest)} numbers")
         probes = [rest[i : i + 2 + groups] for i in range(0, split, 2 + groups)]
@@ -276,10 +285,19 @@ def unpack(step: int, packed: bytes, header: Header) -> tuple[StepRecord, list[d
             lines.append(tuple(LineRecord(o, losses, t) for o, t in pairs))
         _require(len(lines) == directions or not taken, f"{len(lines)} of {directions} directions")
         record = StepRecord.of(step, lines, queries=int(queries), taken=taken, raised=raised, review=review)
+        checked(record, header.reach)
     except (struct.error, ValueError, OverflowError, IndexError) as error:
         complaint = f"step {step} of the ledger is invalid ({error}); get an undamaged copy of the file"
         raise LedgerError(complaint) from error
     return record, settings
+
+
+def checked(record: StepRecord, reach: float) -> StepRecord:
+    """Refuses offsets to which no run goes."""
+    for line in (line for groups in record.lines for line in groups):
+        for t in (*line.offsets, line.t):
+            _require(abs(t) <= reach, f"offset {t:g}")
+    return record
 
 
 def _like(example: Any, value: float) -> float:

@@ -23,6 +23,7 @@ from forwardtune.ledger.format import (
     WITH_BUFFERS,
     Column,
     Header,
+    checked,
     checksum,
     has_flag,
     immutable,
@@ -280,7 +281,8 @@ class ExportedRun(RecordedRun):
             back = "back" in self._columns and self._value("back", index) == 1
             review = Review(steps, float("nan"), float("nan"), back) if steps else None
             taken, raised, queries = kind == TAKEN, kind == RAISED, int(self._queries[index])
-            return StepRecord(step, tuple(lines), loss, queries, taken, raised, review, self._by_example)
+            record = StepRecord(step, tuple(lines), loss, queries, taken, raised, review, self._by_example)
+            return checked(record, self.header.reach)
         except (KeyError, ValueError, OverflowError) as error:
             complaint = f"step {step} of the ledger is invalid ({error}); get an undamaged copy of the file"
             raise LedgerError(complaint) from error

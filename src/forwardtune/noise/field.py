@@ -85,8 +85,7 @@ class Field:
         self._moving = [slot.tensor for slot in slots if not slot.tensor.is_inference()]
         self.devices = {slot.tensor.device for slot in slots}
         self.storages = frozenset(slot.tensor.untyped_storage().data_ptr() for slot in slots)
-        coarsest = max((torch.finfo(slot.tensor.dtype).eps for slot in slots), default=1.0)
-        self.reach = 1 / math.sqrt(coarsest)
+        self.reach = reach_of(slot.tensor.dtype for slot in slots)
         self._views, self._require_grad = self._observe()
 
     def _observe(self) -> tuple[list[View], list[bool]]:
@@ -143,6 +142,11 @@ class Field:
         scale = next((slot.scale for slot in self.slots if slot.parameter == parameter), 1.0)
         noise = reference.values(key, direction, parameter, start, stop, torch.device("cpu")).to(torch.float64)
         return noise * scale * self._mover.length(step, direction)
+
+
+def reach_of(dtypes: Iterable[torch.dtype]) -> float:
+    """The largest offset of weights of these dtypes."""
+    return 1 / math.sqrt(max((torch.finfo(dtype).eps for dtype in dtypes), default=1.0))
 
 
 def _numbered(groups: Iterable[Iterable[Tensor]]) -> list[tuple[int, Tensor]]:

@@ -9,13 +9,14 @@ Each handles at most a block of 512 elements in L1; `cpu_numba` puts them togeth
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
+from forwardtune.errors import warn
 from forwardtune.noise import distributions as D
 from forwardtune.noise import philox as P
 from forwardtune.noise.backends.chunks import DTYPES
@@ -27,7 +28,24 @@ f32, f64 = np.float32, np.float64
 
 F32, F64, BF16, F16 = range(len(DTYPES))
 
-jit: Callable[[Any], Any] = njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")
+_compiled = partial(njit, nogil=True, boundscheck=False, error_model="numpy")
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """A compiled function; kept on disk, unless there is no folder for it (a read-only install without a home)."""
+    try:
+        return _compiled(cache=True)(function)
+    except RuntimeError:
+        _warn_of_no_cache()
+        return _compiled()(function)
+
+
+@cache
+def _warn_of_no_cache() -> None:
+    warn(
+        "numba has no folder to keep compiled code in, so it is compiled anew in every process, which takes some "
+        "seconds; set NUMBA_CACHE_DIR to a writable folder"
+    )
 
 
 @intrinsic

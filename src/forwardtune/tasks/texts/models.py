@@ -30,7 +30,7 @@ class PretrainedModel:
         self.path, self.adapter = str(path), adapter
         self.dtype: torch.dtype = getattr(torch, dtype)
         with self._errors("config"), quiet():
-            self.config = transformers.AutoConfig.from_pretrained(self.path)
+            self.config = transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=False)
         self.kind = self._kind()
         self.setup_name = setup or ("similarity" if self.kind == "encoder" else "prompt")
         self._check_setup()
@@ -78,8 +78,8 @@ class PretrainedModel:
         """AutoTokenizer, given SentencePiece's file alone, drops the space that Llama's texts begin with."""
         ready = any((Path(self.path) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
         if self.config.model_type == "llama" and (Path(self.path) / "tokenizer.model").exists() and not ready:
-            return transformers.LlamaTokenizer.from_pretrained(self.path)
-        return transformers.AutoTokenizer.from_pretrained(self.path)
+            return transformers.LlamaTokenizer.from_pretrained(self.path, trust_remote_code=False)
+        return transformers.AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
 
     def _kind(self) -> str:
         if getattr(self.config, "is_encoder_decoder", False):
@@ -122,7 +122,9 @@ class PretrainedModel:
         if self.setup_name == "head":
             kind, more = transformers.AutoModelForSequenceClassification, {"num_labels": answers}
         with self._errors("weights"), quiet():
-            model, info = kind.from_pretrained(self.path, dtype=self.dtype, output_loading_info=True, **more)
+            model, info = kind.from_pretrained(
+                self.path, dtype=self.dtype, output_loading_info=True, trust_remote_code=False, **more
+            )
         if self.setup_name == "head" and self.tokenizer.pad_token_id is not None:
             model.config.pad_token_id = self.tokenizer.pad_token_id
         if self.setup_name == "prompt" and info["missing_keys"]:
