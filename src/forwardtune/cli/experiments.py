@@ -65,6 +65,10 @@ def compare(
     json: Json = False,
     tensorboard: Board = False,
     no_report: Annotated[bool, typer.Option("--no-report", help="Make the runs only.")] = False,
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="Folder of results that stay: runs in it are not made again.", show_default=False),
+    ] = None,
 ) -> None:
     """Run every method, rate and seed of a comparison at equal queries, and report.
 
@@ -73,6 +77,7 @@ def compare(
     from forwardtune.experiments import report as reports
     from forwardtune.experiments.comparison import Machine
     from forwardtune.experiments.comparison import compare as compare_all
+    from forwardtune.experiments.evidence import Evidence
     from forwardtune.experiments.scoring import score
     from forwardtune.experiments.store import Store
     from forwardtune.tasks import Sources, Tasks
@@ -80,11 +85,12 @@ def compare(
     chosen = spec_of(spec, preset)
     if not no_report:
         reports.check_installed()
+    evidence = Evidence(keep / f"{preset or chosen.name}.jsonl") if keep else None
     store, machine = Store(out or default_folder(chosen, preset)), Machine.choose(device, workers, threads)
     tasks = Tasks(Sources(data, chosen.folder, download), machine.device)
     listener = listener_for(quiet, json, store.folder / "tensorboard" if tensorboard else None)
     with interruptible(), listener:
-        compare_all(chosen, store, tasks, machine, listener)
+        compare_all(chosen, store, tasks, machine, listener, evidence)
     scores = score(chosen, store)
     page = None if no_report else reports.write(scores, store.folder)
     _tell_outcome(scores, page, store, quiet=quiet, as_json=json)
@@ -180,7 +186,7 @@ def presets() -> None:
 
 
 def reproduction(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Results of presets, in folders of their names.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Results of presets, under their names.")],
     about: Annotated[Page, typer.Option(help="The paper's experiments, or rates found while training.")] = Page.paper,
     out: Annotated[Path | None, typer.Option(help="Where to write.", show_default="standard output")] = None,
 ) -> None:

@@ -10,6 +10,7 @@ result       what a run came to, typed
 events       what is told while runs are made
 provenance   the code and machine that a result comes from
 store        one result file per run
+evidence     results that stay, in one file per comparison
 scoring      results as best rates, means, intervals, ratios
 intervals    bootstrap and Student's intervals over seeds
 summary      scores in words

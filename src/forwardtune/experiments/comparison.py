@@ -23,6 +23,7 @@ import torch
 from forwardtune.errors import ExperimentError, ForwardTuneError
 from forwardtune.experiments.cores import allowed
 from forwardtune.experiments.events import Event, Failed, Finished, MakingBase, Noted, Planned, Tell, ignore
+from forwardtune.experiments.evidence import Evidence
 from forwardtune.experiments.plan import Run, plan
 from forwardtune.experiments.result import Rate
 from forwardtune.experiments.runner import execute, make_base
@@ -56,12 +57,26 @@ class Machine:
         return Machine(device, workers, threads or max(1, cores // workers))
 
 
-def compare(spec: Spec, store: Store, tasks: Tasks, machine: Machine, tell: Tell = ignore) -> None:
-    """Makes the runs that are not in the store yet, and reports progress."""
+def compare(
+    spec: Spec,
+    store: Store,
+    tasks: Tasks,
+    machine: Machine,
+    tell: Tell = ignore,
+    evidence: Evidence | None = None,
+) -> None:
+    """Makes the runs that are neither in the store nor in evidence yet, adds them to both, and reports progress."""
     with store.lock():
         chosen: dict[str, Rate] = {}
         while True:  # once, unless workloads wait for the rates that are best on another (`rates_from`)
-            _compare(spec, plan(spec, chosen), store, tasks, machine, tell)
+            runs = plan(spec, chosen)
+            if evidence:
+                evidence.give(runs, store)
+            try:
+                _compare(spec, runs, store, tasks, machine, tell)
+            finally:
+                if evidence:
+                    evidence.keep(runs, store)
             if chosen == (chosen := chosen_rates(spec, store)):
                 return
 

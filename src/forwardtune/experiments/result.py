@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from statistics import fmean
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from forwardtune.record import StepRecord
 from forwardtune.tasks.task import DataFacts, Scores
@@ -261,6 +261,12 @@ class RunResult:
         if "metrics" in given:
             typed["metrics"] = tuple(given["metrics"])
         return RunResult(**{**given, **typed})
+
+
+class Results(Protocol):
+    """Where results are: a store, or evidence."""
+
+    def result(self, run_id: str) -> RunResult | None: ...
 
 
 def _known(kind: type[T], table: Json) -> T:

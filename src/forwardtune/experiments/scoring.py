@@ -21,9 +21,8 @@ from statistics import fmean, stdev
 
 from forwardtune.experiments.intervals import Interval, Paired, bootstrap, bootstrap_mean, paired
 from forwardtune.experiments.plan import plan, rates
-from forwardtune.experiments.result import Rate, RunResult
+from forwardtune.experiments.result import Rate, Results, RunResult
 from forwardtune.experiments.spec import Method, Spec
-from forwardtune.experiments.store import Store
 from forwardtune.tasks import Workload
 
 SMOOTHING = 0.1
@@ -230,7 +229,7 @@ class ComparisonScore:
         return " or ".join(dict.fromkeys(workload.metric for workload in self.workloads))
 
 
-def chosen_rates(spec: Spec, store: Store) -> dict[str, Rate]:
+def chosen_rates(spec: Spec, store: Results) -> dict[str, Rate]:
     """The best rates of the workload that the others take theirs from, by method; of none whose runs are missing."""
     if not spec.rates_from:
         return {}
@@ -239,7 +238,7 @@ def chosen_rates(spec: Spec, store: Store) -> dict[str, Rate]:
     return {entry.method.label: entry.best.lr for entry in scored.methods if entry.best and entry.is_complete}
 
 
-def score(spec: Spec, store: Store) -> ComparisonScore:
+def score(spec: Spec, store: Results) -> ComparisonScore:
     """What the store has of a comparison; of one that is not finished, the seeds that are."""
     chosen = chosen_rates(spec, store)
     results = {

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from forwardtune import presets
 from forwardtune.errors import ExperimentError
+from forwardtune.experiments.evidence import Evidence
 from forwardtune.experiments.intervals import paired
 from forwardtune.experiments.report.tables import markdown, ratio_text
-from forwardtune.experiments.result import Json, rate_name
+from forwardtune.experiments.result import Json, Results, rate_name
 from forwardtune.experiments.scoring import ComparisonScore, MethodScore, WorkloadScore, acceleration, accuracy, score
 from forwardtune.experiments.spec import Spec
 from forwardtune.experiments.store import Store
@@ -46,24 +47,32 @@ the majority class, with Student's 95% interval over seeds.
 
 
 def page(folder: Path) -> str:
-    """The page, from a folder that has results of presets in folders of their names."""
+    """The page, from a folder that has results of presets under their names."""
     printed = tomllib.loads(PRINTED.read_text("utf-8"))
     names = sorted((name for name in presets.files() if name.startswith(("full/", "reduced/"))), key=_order)
-    made = [name for name in names if (folder / name / "store.json").exists()]
+    made = {name: results for name in names if (results := results_of(folder, name))}
     if not made:
         raise ExperimentError(
             f"{folder} holds no results of the paper's presets; make some by `forwardtune compare --preset "
             f"reduced/mnist-200 --data DIR --out {folder}/reduced/mnist-200`"
         )
     parts = [INTRODUCTION.format(folder=folder, prime="\N{PRIME}")]
-    for name in made:
+    for name, results in made.items():
         spec = presets.load(name)
-        scores = score(spec, Store(folder / name, create=False))
+        scores = score(spec, results)
         parts.append(_section(name, scores, _in_full(spec), printed.get(spec.name, {})))
     missing = [f"- `{name}`: {presets.load(name).title}" for name in names if name not in made]
     if missing:
         parts.append("## Not run\n\n" + "\n".join(missing) + "\n")
     return "\n".join(parts)
+
+
+def results_of(folder: Path, name: str) -> Results | None:
+    """What a folder has of a preset: evidence, or else a store."""
+    file = folder / f"{name}.jsonl"
+    if file.exists():
+        return Evidence(file)
+    return Store(folder / name, create=False) if (folder / name / "store.json").exists() else None
 
 
 def _order(name: str) -> tuple[bool, bool, bool, bool, bool, str]:

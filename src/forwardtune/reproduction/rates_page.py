@@ -13,9 +13,8 @@ from forwardtune.experiments.intervals import paired
 from forwardtune.experiments.report.tables import markdown
 from forwardtune.experiments.result import rate_name
 from forwardtune.experiments.scoring import MethodScore, RateScore, WorkloadScore, score
-from forwardtune.experiments.store import Store
 from forwardtune.experiments.summary import count, number
-from forwardtune.reproduction.page import origin
+from forwardtune.reproduction.page import origin, results_of
 
 INTRODUCTION = """# No rate to choose: what it comes to
 
@@ -25,7 +24,7 @@ This page is made from the results of runs by
 forwardtune reproduction {folder} --about rates --out docs/rates.md
 ```
 
-and the results by `forwardtune compare --preset PRESET --data DIR --out {folder}/PRESET`, with the presets named below.
+and the results by `forwardtune compare --preset PRESET --data DIR --keep {folder}`, with the presets named below.
 All methods get the same number of queries, and all their queries count. A method with a grid is shown at its best rate,
 the one with the lowest mean final training loss; the runs at its other rates are not charged to it. "A guess" is the
 median of that loss over its rates, which is what half of all guesses reach. With `auto` nothing is chosen. Steps are in
@@ -36,17 +35,17 @@ one whose interval includes zero is not decided.
 
 
 def rates_page(folder: Path) -> str:
-    """The page, from a folder that has results of the presets `auto/...` in folders of their names."""
+    """The page, from a folder that has results of the presets `auto/...` under their names."""
     names = [name for name in presets.files() if name.startswith("auto/")]
-    made = [name for name in names if (folder / name / "store.json").exists()]
+    made = {name: results for name in names if (results := results_of(folder, name))}
     if not made:
         raise ExperimentError(
             f"{folder} holds no results of the presets {', '.join(names)}; make some by `forwardtune compare --preset "
             f"{names[0]} --out {folder}/{names[0]}`"
         )
     parts = [INTRODUCTION.format(folder=folder)]
-    for name in made:
-        scores = score(presets.load(name), Store(folder / name, create=False))
+    for name, results in made.items():
+        scores = score(presets.load(name), results)
         parts.append(f"## {scores.spec.title}\n\nPreset `{name}`. {' '.join(scores.spec.description.split())}\n")
         if scores.missing:
             parts.append(f"{count(scores.missing, 'run')} missing.\n")
