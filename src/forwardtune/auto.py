@@ -65,7 +65,7 @@ def start() -> Auto:
     `surveyed` has (L, Q) of the surveys at `r` so far; it is None when they are done. `ceiling` is a size at which a
     loss was not finite. `trail` has the destinations of the last steps, of which `since` came after the last review;
     `losses` has those of the last steps, infinite where a step was not taken. `slope` is the mean size of the slopes
-    that were surveyed. Where lines are `by_example`, `agreement` has sums over the surveys: of products of the
+    that were surveyed, of one line. Where lines are `by_example`, `agreement` has sums over the surveys: of products of the
     slopes of two examples, and of squares.
     """
     return {
@@ -168,7 +168,7 @@ def _after_survey(auto: Auto, record: StepRecord) -> Auto:
     if linear == 0:  # a plateau as far as one can see
         return {**auto, "r": START, "surveyed": None}
     best = r * linear / (2 * curved) if felt else r
-    slope = linear / len(surveyed) / r
+    slope = linear / len(surveyed) / r * _steeper(auto, len(record.lines))
     return {**auto, "r": best / 2 * _gain(auto, len(record.lines)), "slope": slope, "surveyed": None}
 
 
@@ -193,6 +193,13 @@ def _gain(auto: Auto, examples: int) -> float:
     examples have less noise than that of their mean by a factor of `1 + (B - 1) a` in variance, and the best length
     grows with its root.
     """
-    if not auto["by_example"]:
-        return 1.0
-    return math.sqrt(max(1.0, 1 + (examples - 1) * (agreement(auto) or 0.0)))
+    return math.sqrt(_agreed(auto, examples)) if auto["by_example"] else 1.0
+
+
+def _steeper(auto: Auto, examples: int) -> float:
+    """How much larger the slopes of single examples are than that of their mean."""
+    return math.sqrt(examples / _agreed(auto, examples)) if auto["by_example"] else 1.0
+
+
+def _agreed(auto: Auto, examples: int) -> float:
+    return max(1.0, 1 + (examples - 1) * (agreement(auto) or 0.0))
