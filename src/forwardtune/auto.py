@@ -65,8 +65,8 @@ def start() -> Auto:
     `surveyed` has (L, Q) of the surveys at `r` so far; it is None when they are done. `ceiling` is a size at which a
     loss was not finite. `trail` has the destinations of the last steps, of which `since` came after the last review;
     `losses` has those of the last steps, infinite where a step was not taken. `slope` is the mean size of the slopes
-    that were surveyed, of one line. Where lines are `by_example`, `agreement` has sums over the surveys: of products of the
-    slopes of two examples, and of squares.
+    that were surveyed, of one line. Where lines are `by_example`, `agreement` has sums over the surveys: of products of
+    the slopes of two examples, and of squares.
     """
     return {
         "r": START,
