@@ -74,3 +74,4 @@ if __name__ == "__main__":
             model.model.norm.weight.add_(1.0)
     made.train()
     torch.save(weights(model), folder / f"weights{made.accelerator.process_index}.pt")
+    torch.distributed.destroy_process_group()
