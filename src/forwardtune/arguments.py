@@ -17,8 +17,8 @@ from forwardtune.noise.mover import check_number
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 Group = Mapping[str, Any]
 """A parameter group as torch has it; of a `state_dict`, with numbers in place of tensors."""
-PER_EXAMPLE: Literal["per-example"] = "per-example"
-"""Directions: each example of a batch has a line of its own."""
+Directions = int | Literal["per-example", "auto"]
+"""How many lines a step searches; or each example of a batch one of its own, always or where it is worth it."""
 
 
 def is_number(value: Any) -> bool:
@@ -128,8 +128,8 @@ def check_directions(directions: Any, distribution: str) -> None:
     if not isinstance(directions, str):
         check_integer(1, directions=directions)
         check_number("direction", directions - 1)
-    elif directions != PER_EXAMPLE:
-        raise InvalidArgumentError(f'directions must be a whole number or "per-example", not {directions!r}')
+    elif directions not in ("per-example", "auto"):
+        raise InvalidArgumentError(f'directions must be a whole number, "per-example" or "auto", not {directions!r}')
     elif distribution != "rademacher":
         raise InvalidArgumentError(
             f'the lines of examples are made of signs; leave the distribution at "rademacher", not {distribution!r}'

@@ -18,6 +18,9 @@ with a gain that falls. As training goes on and slopes drown in the noise of bat
 `r` with it: no schedule is needed, and no length of the run. A step that is not taken halves `r`, and one whose probes
 all see the same loss, as those of an accuracy may, makes it a little larger.
 
+*Lines.* With ``directions="auto"`` all examples share a line at first, and the products of their slopes tell how their
+gradients agree. Where that makes lines of their own `WORTH` it, each example has its own from then on.
+
 *Retreat.* Where the losses of the steps have risen by far more than batches differ, and the review finds that they
 rise beyond by as much, the steps did damage: the weights stay where they began, and `r` is cut.
 
@@ -32,6 +35,7 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
+from forwardtune.arguments import Directions
 from forwardtune.record import Decision, Review, StepRecord
 from forwardtune.search import Memory, Search
 
@@ -55,18 +59,23 @@ FAR = 4
 """Times the usual difference between the losses of consecutive steps is far beyond the noise."""
 CUT = 4
 """What `r` is divided by after damage."""
+WORTH = 3
+"""Lines of their own are taken where they have less noise than a shared one by this factor in variance."""
+ENOUGH, FORGET = 16, 1 / 64
+"""Steps along shared lines that it takes to tell, and the part of older ones that each new one replaces."""
 
 Auto = dict[str, Any]
 
 
-def start() -> Auto:
+def start(directions: Directions = 1) -> Auto:
     """The state of a run that begins.
 
     `surveyed` has (L, Q) of the surveys at `r` so far; it is None when they are done. `ceiling` is a size at which a
     loss was not finite. `trail` has the destinations of the last steps, of which `since` came after the last review;
     `losses` has those of the last steps, infinite where a step was not taken. `slope` is the mean size of the slopes
     that were surveyed, of one line. Where lines are `by_example`, `agreement` has sums over the surveys: of products of
-    the slopes of two examples, and of squares.
+    the slopes of two examples, and of squares. While a line is `shared` to learn whether it should be, they are over
+    the `asked` steps so far.
     """
     return {
         "r": START,
@@ -78,8 +87,10 @@ def start() -> Auto:
         "since": 0,
         "trail": (),
         "losses": (),
-        "by_example": False,
+        "by_example": not isinstance(directions, int),
         "agreement": (0.0, 0.0),
+        "shared": directions == "auto",
+        "asked": 0,
     }
 
 
@@ -132,7 +143,7 @@ def after_step(auto: Auto, record: StepRecord) -> Auto:
         auto = {**auto, "losses": (*auto["losses"], record.loss if record.taken else math.inf)[-RECENT:]}
     if is_surveying(auto):
         return auto if record.raised else _after_survey(auto, record)
-    auto = _trailing(auto, record)
+    auto = _after_shared(_trailing(auto, record), record) if record.shared else _trailing(auto, record)
     if not record.taken and not record.raised:  # perhaps the weights are to blame: review at once
         return {**auto, "r": auto["r"] / 2, "since": SPAN}
     return {**auto, "r": auto["r"] * FLAT} if record.is_flat else auto
@@ -169,18 +180,35 @@ def _after_survey(auto: Auto, record: StepRecord) -> Auto:
         return {**auto, "r": START, "surveyed": None}
     best = r * linear / (2 * curved) if felt else r
     slope = linear / len(surveyed) / r * _steeper(auto, len(record.lines))
-    return {**auto, "r": best / 2 * _gain(auto, len(record.lines)), "slope": slope, "surveyed": None}
+    auto = {**auto, "r": best / 2 * _gain(auto, len(record.lines)), "slope": slope, "surveyed": None}
+    return {**auto, "agreement": (0.0, 0.0)} if auto["shared"] else auto
+
+
+def _after_shared(auto: Auto, record: StepRecord) -> Auto:
+    """The state after a step along a shared line, whose first two probes tell the slopes of all examples."""
+    if not record.taken:
+        return auto
+    products, squares = _agreeing(
+        {"agreement": [(1 - FORGET) * old for old in auto["agreement"]]},
+        [tuple(loss / record.offsets[0] for loss in groups[0].losses) for groups in record.lines],
+    )
+    auto = {**auto, "agreement": (products, squares), "asked": auto["asked"] + 1}
+    examples = len(record.lines)
+    if auto["asked"] < ENOUGH or _agreed(auto, examples) < WORTH:
+        return auto
+    auto = {**auto, "shared": False}
+    return {**auto, "r": auto["r"] * _gain(auto, examples), "slope": auto["slope"] * _steeper(auto, examples)}
 
 
 def agreement(auto: Auto) -> float | None:
-    """The mean cosine between the gradients of two examples, as the surveys found it; None where they did not ask."""
+    """The mean cosine between the gradients of two examples, as far as it was measured; None where it was not."""
     products, squares = auto["agreement"]
     return products / squares if squares else None
 
 
 def _agreeing(auto: Auto, lines: Sequence[tuple[float, ...]]) -> tuple[float, float]:
     """With the slopes of examples along a line that they share, whose products are those of their gradients."""
-    slopes, n = [plus - minus for plus, minus, _ in lines], len(lines)
+    slopes, n = [plus - minus for plus, minus, *_ in lines], len(lines)
     squares = math.fsum(slope * slope for slope in slopes) / n
     products = (n * fmean(slopes) ** 2 - squares) / (n - 1) if n > 1 else 0.0
     return auto["agreement"][0] + products, auto["agreement"][1] + squares
@@ -193,12 +221,16 @@ def _gain(auto: Auto, examples: int) -> float:
     examples have less noise than that of their mean by a factor of `1 + (B - 1) a` in variance, and the best length
     grows with its root.
     """
-    return math.sqrt(_agreed(auto, examples)) if auto["by_example"] else 1.0
+    return math.sqrt(_agreed(auto, examples)) if _has_own_lines(auto) else 1.0
 
 
 def _steeper(auto: Auto, examples: int) -> float:
     """How much larger the slopes of single examples are than that of their mean."""
-    return math.sqrt(examples / _agreed(auto, examples)) if auto["by_example"] else 1.0
+    return math.sqrt(examples / _agreed(auto, examples)) if _has_own_lines(auto) else 1.0
+
+
+def _has_own_lines(auto: Auto) -> bool:
+    return auto["by_example"] and not auto["shared"]
 
 
 def _agreed(auto: Auto, examples: int) -> float:

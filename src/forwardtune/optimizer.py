@@ -24,7 +24,6 @@ import torch
 from typing_extensions import Unpack
 
 from forwardtune.arguments import (
-    PER_EXAMPLE,
     Params,
     as_groups,
     check_directions,
@@ -95,6 +94,11 @@ class LineSearch(RunState):
             )
         self._modules, self._stepping = Modules(), Lock()
         self._is_auto = is_auto = isinstance(defaults["lr"], str) and defaults["lr"] == "auto"
+        if directions == "auto" and not is_auto:
+            raise InvalidArgumentError(
+                'directions="auto" needs lr="auto", which measures how examples agree; with an lr of your own use '
+                'directions=1 or "per-example"'
+            )
         scale = run.get("scale", "relative" if is_auto else "absolute")
         if scale not in SCALES:
             raise InvalidArgumentError(f"unknown scale {scale!r}; choose one of {', '.join(SCALES)}")
@@ -111,7 +115,7 @@ class LineSearch(RunState):
             "queries": 0,
             "nonfinite": 0,
             "plateaus": 0,
-            "auto": {**start(), "by_example": directions == PER_EXAMPLE} if is_auto else None,
+            "auto": start(directions) if is_auto else None,
         }
         if is_auto:
             self.settings_at(1.0, 1.0, self.defaults)  # refuses methods without a size to find
@@ -220,7 +224,8 @@ class LineSearch(RunState):
                 if isinstance(self.directions, int):
                     taken = searches.run(partial(_query, line, objective), self.directions)
                 else:
-                    taken = searches.run_together(partial(_losses, self._perturbation(field, step), objective))
+                    losses = partial(_losses, self._perturbation(field, step), objective)
+                    taken = searches.run_together(losses, shared=self.shares_lines)
                 if not taken:
                     objective.rewind(generators=False)
                 record = searches.record(step, queries=queries + objective.queries, taken=taken, review=review)
@@ -276,7 +281,7 @@ class LineSearch(RunState):
         return [(step, dict(enumerate(offsets))) for step, offsets in self.auto["trail"]]
 
     def _perturbation(self, field: Field, step: int) -> Perturbation:
-        """The layers of this step's probes; while surveying all examples share a line, which tells how they agree."""
+        """The layers of this step's probes; while surveying all examples share a line, too."""
         names = {
             tensor.data_ptr(): name
             for group in self.param_groups
@@ -286,7 +291,7 @@ class LineSearch(RunState):
             field.slots,
             [names.get(slot.tensor.data_ptr(), f"parameter {slot.parameter}") for slot in field.slots],
             partial(field.factors, step),
-            shared=self.auto is not None and is_surveying(self.auto),
+            shared=self.shares_lines or (self.auto is not None and is_surveying(self.auto)),
         )
 
     def _searches(self, field: Field, review: Review | None) -> StepSearch:
@@ -317,8 +322,9 @@ class LineSearch(RunState):
         if not record.raised:
             self.last_step = record
         if record.taken and memories:
+            forget = auto and record.shared and not auto["shared"]  # slopes of examples are not those of their mean
             for group, memory in zip(self.param_groups, memories, strict=True):
-                group["memory"] = memory
+                group["memory"] = {} if forget else memory
 
     def _complain(self, record: StepRecord) -> None:
         """A step was not taken: warns once, and gives up after too many in a row."""

@@ -62,6 +62,7 @@ class StepRecord:
     review: of the steps before it, if it made one.
     by_example: whether each line is that of an example; then the weights did not go to the probes, and of n lines each
         moves by t/sqrt(n).
+    shared: whether these examples shared one line; then all have its decision, and the weights move by t along it.
     """
 
     step: int
@@ -72,6 +73,7 @@ class StepRecord:
     raised: bool = False
     review: Review | None = None
     by_example: bool = False
+    shared: bool = False
 
     @classmethod
     def of(
@@ -84,9 +86,10 @@ class StepRecord:
         raised: bool = False,
         review: Review | None = None,
         by_example: bool = False,
+        shared: bool = False,
     ) -> StepRecord:
         loss = _loss_near_zero(lines) if taken else _last_loss(lines)
-        return cls(step, tuple(lines), loss, queries, taken, raised, review, by_example)
+        return cls(step, tuple(lines), loss, queries, taken, raised, review, by_example, shared)
 
     @property
     def is_flat(self) -> bool:
@@ -98,8 +101,9 @@ class StepRecord:
         """The position of the weights after the step: for each direction, one offset per group."""
         if not self.taken:
             return {}
-        n = math.sqrt(len(self.lines)) if self.by_example else len(self.lines)
-        return {j: tuple(line.t / n for line in groups) for j, groups in enumerate(self.lines)}
+        lines = self.lines[:1] if self.shared else self.lines
+        n = math.sqrt(len(lines)) if self.by_example else len(lines)
+        return {j: tuple(line.t / n for line in groups) for j, groups in enumerate(lines)}
 
     def stand(self) -> dict[int, tuple[float, ...]]:
         """Deprecated: use `destination`."""

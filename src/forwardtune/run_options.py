@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol, TypedDict
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
+from forwardtune.arguments import Directions
 from forwardtune.noise import Distribution
 from forwardtune.record import StepRecord
 from forwardtune.scales import Scale
@@ -36,7 +37,8 @@ class RunOptions(TypedDict, total=False):
         ``"sphere"``; all have ``E norm(s)^2 = d``.
     directions: how many independent directions a step searches from the same point; their moves are averaged and the
         queries per step multiply (default 1). With ``"per-example"`` each example of the batch is searched along a line
-        of its own, all in the same queries; the closure then returns one loss per example. See `docs/lines.md`.
+        of its own, all in the same queries; the closure then returns one loss per example. With ``"auto"``, for
+        ``lr="auto"``, they share a line until it is known that lines of their own are worth it. See `docs/lines.md`.
     backend: what moves the weights, ``"auto"`` (default), ``"numba"`` (CPU), ``"triton"`` (CUDA) or ``"reference"``
         (any device, slow). All give the same bits. A backend requested by name that cannot run is an error.
     max_nonfinite: the run ends with an error after this many consecutive steps that were not taken because a loss was
@@ -48,7 +50,7 @@ class RunOptions(TypedDict, total=False):
     seed: int
     scale: Scale
     distribution: Distribution
-    directions: int | Literal["per-example"]
+    directions: Directions
     backend: str
     max_nonfinite: int
     recorder: Recorder | None

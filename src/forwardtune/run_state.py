@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Literal
+from typing import Any
 
 from torch.optim import Optimizer
 
-from forwardtune.arguments import PER_EXAMPLE
-from forwardtune.auto import Auto, agreement, start
+from forwardtune.arguments import Directions
+from forwardtune.auto import Auto, agreement, is_surveying, start
 from forwardtune.noise import Distribution, Field, Slot
 from forwardtune.noise.field import View
 from forwardtune.scales import Scale, relative_scales
@@ -93,7 +93,7 @@ class RunState(Optimizer):
 
     @property
     def agreement(self) -> float | None:
-        """The mean cosine between the gradients of two examples, where lines are per example and the rate is found."""
+        """The mean cosine between the gradients of two examples, where lines may be their own and lr is auto."""
         return agreement(self.auto) if self.auto else None
 
     @property
@@ -109,15 +109,20 @@ class RunState(Optimizer):
         return distribution
 
     @property
-    def directions(self) -> int | Literal["per-example"]:
+    def directions(self) -> Directions:
         """How many directions a step searches."""
-        directions: int | Literal["per-example"] = self._run["directions"]
+        directions: Directions = self._run["directions"]
         return directions
 
     @property
     def by_example(self) -> bool:
-        """Whether each example of a batch has a line of its own."""
-        return self.directions == PER_EXAMPLE
+        """Whether the closure returns a loss per example, each of which may have a line of its own."""
+        return not isinstance(self.directions, int)
+
+    @property
+    def shares_lines(self) -> bool:
+        """Whether examples that may have lines of their own share one in the next step."""
+        return self.auto is not None and self.auto["shared"] and not is_surveying(self.auto)
 
     @property
     def steps(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from forwardtune.errors import InvalidArgumentError
@@ -25,7 +26,7 @@ class StepSearch:
     def __init__(self, start: Sequence[Callable[[Memory], Search]], memories: Sequence[Memory], reach: float) -> None:
         self._start, self.memories, self._reach = start, memories, reach
         self._lines: list[tuple[LineRecord, ...]] = []
-        self._by_example = False
+        self._by_example = self._shared = False
 
     def run(self, query: Callable[[int, Offsets], float], directions: int) -> bool:
         """Searches until all directions are done or a number is unsound; returns whether all numbers were sound."""
@@ -35,12 +36,11 @@ class StepSearch:
                 return False
         return True
 
-    def run_together(self, query: Callable[[Offsets], Sequence[float]]) -> bool:
-        """Searches along as many directions as a query has losses, all at the same offsets.
-
-        Returns whether all numbers were sound.
+    def run_together(self, query: Callable[[Offsets], Sequence[float]], *, shared: bool = False) -> bool:
+        """Searches along as many directions as a query has losses, all at the same offsets; or along one that they
+        share, by their mean. Returns whether all numbers were sound.
         """
-        self._by_example = True
+        self._by_example, self._shared = True, shared
         searches = [start(memory) for start, memory in zip(self._start, self.memories, strict=True)]
         offsets, probed = tuple(next(search) for search in searches), []
         together: list[list[Search]] = []
@@ -48,13 +48,14 @@ class StepSearch:
             losses = query(offsets)
             probed.append((offsets, losses))
             if not together:
-                together = [self._begun(offsets) for _ in losses]
+                together = [self._begun(offsets) for _ in (losses[:1] if shared else losses)]
             if not all(map(math.isfinite, losses)):
                 self._lines = _records(probed, [])
                 return False
-            answers = [[_send(search, loss) for search in own] for own, loss in zip(together, losses, strict=True)]
+            sent = [fmean(losses)] if shared else losses
+            answers = [[_send(search, loss) for search in own] for own, loss in zip(together, sent, strict=True)]
             if all(isinstance(answer, Decision) for own in answers for answer in own):
-                self._lines = _records(probed, answers)
+                self._lines = _records(probed, answers * len(losses) if shared else answers)
                 return all(_within(self._reach, (decision.t for decision in own)) for own in answers)
             if any(own != answers[0] for own in answers):
                 raise InvalidArgumentError(
@@ -70,7 +71,8 @@ class StepSearch:
             losses = [loss for groups in reversed(record.lines) for loss in reversed(groups[0].losses)]
             return self.run(lambda *_: losses.pop() if losses else math.nan, directions), losses
         by_probe = list(zip(*(groups[0].losses for groups in record.lines), strict=True))[::-1]
-        taken = self.run_together(lambda _: by_probe.pop() if by_probe else [math.nan] * len(record.lines))
+        nothing = [math.nan] * len(record.lines)
+        taken = self.run_together(lambda _: by_probe.pop() if by_probe else nothing, shared=record.shared)
         return taken, [loss for losses in by_probe for loss in losses]
 
     def _begun(self, offsets: Offsets) -> list[Search]:
@@ -91,6 +93,7 @@ class StepSearch:
             raised=raised,
             review=review,
             by_example=self._by_example,
+            shared=self._shared,
         )
 
 

@@ -43,7 +43,7 @@ def _summary(run: ft.ledger.RecordedRun, size: int) -> Table:
         settings = ", ".join(f"{name} {_number(group.settings[name])}" for name in group.numbers)
         settings = "lr auto" if header.auto else settings
         table.add_row("method" if group is header.groups[0] else "", _clean(f"{header.method} ({settings})"))
-    directions = "a line per example"
+    directions = "a line per example" + ", where it is worth it" * (header.directions == "auto")
     if isinstance(header.directions, int):
         directions = f"{_count(header.directions, 'direction')} per step"
     table.add_row("noise", f"{header.distribution}, seed {header.seed}, {directions}, {header.scale} scale")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], *, until: 
     if not target.parent.is_dir():
         raise LedgerError(f"there is no folder {target.parent} to write to")
     run.warn_of_buffers(end)
-    records = list(run.records(run.header.step, end))
+    records = [_moved(record) for record in run.records(run.header.step, end)]
     lines = run.header.directions
     if not isinstance(lines, int):
         lines = max((len(record.lines) for record in records), default=0)
@@ -61,6 +62,11 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], *, until: 
         raise LedgerError(f"{target} already exists; choose another name or remove it") from None
     except (OSError, SafetensorError) as error:
         raise LedgerError(f"{target} cannot be written ({error})") from error
+
+
+def _moved(record: StepRecord) -> StepRecord:
+    """With the lines that it moved along: of examples that share a line, one."""
+    return replace(record, lines=record.lines[:1], shared=False) if record.shared else record
 
 
 def _table(records: Sequence[StepRecord], groups: int, directions: int) -> dict[str, Column]:

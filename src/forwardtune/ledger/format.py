@@ -38,7 +38,7 @@ from forwardtune.scales import SCALES
 
 SCHEMA = 2
 TAKEN, NOT_TAKEN, RAISED = 0, 1, 2
-NEW_STATE, WITH_BUFFERS, REVIEWED, WENT_BACK = 4, 8, 16, 32
+NEW_STATE, WITH_BUFFERS, REVIEWED, WENT_BACK, SHARED = 4, 8, 16, 32, 64
 """Added to the kind of a step that changed the run's state, of one whose state includes buffers, of one that reviewed
 others, and of one that then undid them."""
 
@@ -201,6 +201,7 @@ class Row(NamedTuple):
 def pack(record: StepRecord, flags: int, settings: Sequence[float], *, by_example: bool = False) -> bytes:
     """The numbers of a step; `flags` (NEW_STATE, WITH_BUFFERS) describe the state after it."""
     kind = TAKEN if record.taken else RAISED if record.raised else NOT_TAKEN
+    flags += SHARED * record.shared
     numbers: list[float] = [kind + flags, record.queries]
     if record.review:
         flags += REVIEWED + WENT_BACK * record.review.back
@@ -245,9 +246,9 @@ def _unpack_examples(rest: Sequence[float], groups: int, taken: bool) -> list[tu
 
 
 def has_flag(packed: bytes, flag: int) -> bool:
-    """Whether a packed step has the flag NEW_STATE, WITH_BUFFERS or REVIEWED."""
+    """Whether a packed step has a flag such as NEW_STATE."""
     kind = struct.unpack_from("<d", packed)[0] if len(packed) >= 8 else 0.0
-    return 0 <= kind < 2 * WENT_BACK and bool(int(kind) & flag)
+    return 0 <= kind < 2 * SHARED and bool(int(kind) & flag)
 
 
 def unpack(step: int, packed: bytes, header: Header) -> tuple[StepRecord, list[dict[str, float]]]:
@@ -256,7 +257,7 @@ def unpack(step: int, packed: bytes, header: Header) -> tuple[StepRecord, list[d
     try:
         kind, queries, *rest = struct.unpack(f"<{len(packed) // 8}d", packed)
         _require(not queries < 0, f"{queries:g} queries")
-        _require(0 <= kind < 2 * WENT_BACK and kind % NEW_STATE in (TAKEN, NOT_TAKEN, RAISED), f"kind {kind:g}")
+        _require(0 <= kind < 2 * SHARED and kind % NEW_STATE in (TAKEN, NOT_TAKEN, RAISED), f"kind {kind:g}")
         review = None
         if int(kind) & REVIEWED:
             review, rest = Review(int(rest[0]), rest[1], rest[2], bool(int(kind) & WENT_BACK)), rest[3:]
@@ -270,7 +271,14 @@ def unpack(step: int, packed: bytes, header: Header) -> tuple[StepRecord, list[d
         if not isinstance(directions, int):
             examples, counted = _unpack_examples(rest, groups, taken), int(queries)
             record = StepRecord.of(
-                step, examples, queries=counted, taken=taken, raised=raised, review=review, by_example=True
+                step,
+                examples,
+                queries=counted,
+                taken=taken,
+                raised=raised,
+                review=review,
+                by_example=True,
+                shared=bool(int(kind) & SHARED),
             )
             return checked(record, header.reach), settings
         split = len(rest) - directions * groups if taken else len(rest)

@@ -14,7 +14,6 @@ from typing import TypeVar
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from forwardtune.arguments import PER_EXAMPLE
 from forwardtune.errors import LedgerError, warn
 from forwardtune.ledger.fingerprint import combined, digests
 from forwardtune.ledger.format import Header
@@ -131,7 +130,7 @@ def mover_over(slots: Sequence[Slot], header: Header, backend: str) -> Mover | O
         seed=header.seed,
         distribution=header.distribution,
         backend=backend,
-        products=header.directions == PER_EXAMPLE,
+        products=not isinstance(header.directions, int),
     )
 
 
