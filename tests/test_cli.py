@@ -47,7 +47,7 @@ def test_show_tells_what_the_run_was(command, folder):
     run = ft.ledger.read(folder / "run.ledger")
     assert code == 0
     assert "VS2P (lr 4, rho 0.01, tau_a 3, tau_b 3, window 50, initial_lr 4)" in out
-    assert "rademacher, seed 0, 1 direction per step, absolute scale" in out
+    assert "rademacher, seed 0, 1 direction per step, relative scale" in out
     assert f"{run.record(0).loss:.6g} in the first step, {run.record(19).loss:.6g} in the last" in out
     assert [line.split()[0] for line in out.splitlines()[-3:]] == ["17", "18", "19"]
     assert f"{run.record(19).t:+.6g}" in out.splitlines()[-1]

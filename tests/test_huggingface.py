@@ -49,7 +49,7 @@ def test_the_trainer_takes_the_steps_of_the_plain_loop(tmp_path):
     made = trainer(tmp_path, model, data, lr_scheduler_type="constant", train_sampling_strategy="sequential")
     made.train()
     plain = classifier().train()
-    optimizer = ft.VS2P(plain.named_parameters(), lr=2.0, rho=1e-2, seed=3)
+    optimizer = ft.VS2P(plain.named_parameters(), lr=2.0, rho=1e-2, scale="absolute", seed=3)
     x, y = torch.stack([row["input_ids"] for row in data]), torch.tensor([row["labels"] for row in data])
     losses = []
     for step in range(10):
@@ -121,7 +121,7 @@ def test_callbacks_schedulers_evaluation_and_compute_loss_func(tmp_path):
 def test_an_optimizer_of_ones_own(tmp_path):
     """Passed to the Trainer, it is used unchanged."""
     model = classifier()
-    optimizer = ft.MeZO(model.named_parameters(), lr=1e-2, rho=1e-2, seed=3)
+    optimizer = ft.MeZO(model.named_parameters(), lr=1e-2, rho=1e-2, scale="absolute", seed=3)
     trainer(tmp_path, model, sentences(), more={"optimizers": (optimizer, None)}).train()
     assert optimizer.queries == 20
     same = trained(tmp_path, classifier(), sentences(), method="MeZO", learning_rate=1e-2)

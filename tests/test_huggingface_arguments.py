@@ -32,7 +32,7 @@ def test_arguments_that_do_not_apply_are_refused(tmp_path, setting, complaint):
 
 def test_arguments_reach_the_method(tmp_path):
     settings = {"method": "vs2p", "directions": 3, "distribution": "sphere", "method_args": '{"window": 7}'}
-    args = ForwardTrainingArguments(str(tmp_path), use_cpu=True, rho=0.5, seed=11, **settings)
+    args = ForwardTrainingArguments(str(tmp_path), use_cpu=True, learning_rate=1.0, rho=0.5, seed=11, **settings)
     optimizer = args.optimizer([torch.zeros(3)])
     group = optimizer.param_groups[0]
     assert isinstance(optimizer, ft.VS2P)
@@ -115,13 +115,18 @@ def test_without_a_rate_it_is_found_while_training(tmp_path):
     given = ForwardTrainingArguments(str(tmp_path), learning_rate=2.0)
     assert (given.auto, given.lr_scheduler_type) == (False, "linear")
     assert given.optimizer([torch.ones(3)]).auto is None
-    assert not ForwardTrainingArguments(str(tmp_path), method="MeZO").auto
-    assert ForwardTrainingArguments(str(tmp_path), method="STP", auto=False).learning_rate == 1e-3
+    assert given.optimizer([torch.ones(3)]).param_groups[0]["rho"] == 1e-2
+    absolute = ForwardTrainingArguments(str(tmp_path), learning_rate=2.0, scale="absolute").optimizer([torch.ones(3)])
+    assert (absolute.scale, absolute.param_groups[0]["rho"]) == ("absolute", 1e-3)
+    assert ForwardTrainingArguments(str(tmp_path), method="MeZO").auto
+    rules = {"step_size": "dynamic", "L": 1.0}
+    assert not ForwardTrainingArguments(str(tmp_path), method="S2P", method_args=rules).auto
     factor = ForwardTrainingArguments(str(tmp_path), auto=True, learning_rate=0.5)
     assert factor.optimizer([torch.ones(3)]).param_groups[0]["lr"] == 0.5
     for wrong, complaint in (
-        ({"method": "MeZO", "auto": True}, "MeZO cannot find its step size; give it a learning_rate"),
-        ({"auto": True, "rho": 0.1}, "rho is found while training, too"),
+        ({"method": "S2P", "auto": True}, "S2P cannot find its step size; give it a learning_rate"),
+        ({"method": "STP", "auto": False}, "STP needs a learning_rate"),
+        ({"rho": 0.1}, "rho is found while training, too"),
         ({"scale": "log"}, "scale 'log' is not known"),
     ):
         with pytest.raises(InvalidArgumentError, match=complaint):

@@ -17,7 +17,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, method, rate, monkeypa
     settings = {
         "method": method,
         "learning_rate": rate,
-        "rho": 1e-3,
+        "rho": None,
         "save_strategy": "steps",
         "save_steps": 4,
     }
@@ -55,7 +55,7 @@ def test_an_interrupted_trainer_resumes(tmp_path):
 @pytest.mark.parametrize("method", ["VS2P", "MeZO", "STP"])
 def test_a_ledger_is_not_taken_for_another_runs(tmp_path, method):
     settings = {"save_strategy": "steps", "save_steps": 4, "ledger": str(tmp_path / "run.ledger"), "method": method}
-    settings |= {"rho": 1e-3, "learning_rate": 0.5 if method == "VS2P" else 1e-3}
+    settings |= {"rho": None, "learning_rate": 0.5 if method == "VS2P" else 1e-3}
     trainer(tmp_path / "a", classifier(), sentences(), **settings).train()
     with pytest.raises(InvalidArgumentError, match=r"already exists: resume its run by .*resume_from_checkpoint"):
         trainer(tmp_path / "a", classifier(), sentences(), **settings).train()

@@ -161,7 +161,7 @@ def problem(dtype=torch.float32):
 def test_a_step_is_the_sum_of_every_examples_own():
     """MeZO by hand: each example's slope, times its own direction."""
     model, losses, _ = problem(torch.float64)
-    optimizer = ft.MeZO(model.parameters(), lr=0.1, rho=1e-3, directions="per-example", seed=5)
+    optimizer = ft.MeZO(model.parameters(), lr=0.1, scale="absolute", directions="per-example", seed=5)
     before = [p.detach().clone() for p in model.parameters()]
     directions = [[optimizer.field.values(0, j, n, 0, p.numel()) for n, p in enumerate(before)] for j in range(16)]
     slopes = []

@@ -28,7 +28,7 @@ def test_a_run_is_the_plain_loop(tmp_path):
     task = prepare(run.workload, Sources(), "cpu")
     result, tuned = execute(run, store, task)
     model = task.start(store.base(result.base.id))
-    optimizer = ft.VS2P(model.named_parameters(), lr=4.0, rho=1e-3, seed=0, distribution="normal")
+    optimizer = ft.VS2P(model.named_parameters(), lr=4.0, seed=0, distribution="normal")
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: (1 + math.cos(math.pi * (k / 30))) / 2)
     losses, steps = [], []
     for step in range(30):

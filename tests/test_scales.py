@@ -126,7 +126,7 @@ def test_scales_are_measured_at_the_first_step_and_stay():
 
 def test_a_state_of_before_there_were_scales_is_an_absolute_run():
     model = Net()
-    optimizer = ft.VS2P(model.parameters(), lr=2.0)
+    optimizer = ft.VS2P(model.parameters(), lr=2.0, scale="absolute")
     optimizer.step(lambda: F.cross_entropy(model(X), Y))
     state = optimizer.state_dict()
     for group in state["param_groups"]:

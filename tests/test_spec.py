@@ -34,7 +34,9 @@ def test_what_decides_the_outcome_decides_the_id_and_nothing_else():
         TEXT.replace('network = "cnn"', 'network = "cnn"\nname = "mine"'),
         TEXT.replace('method = "STP"', 'method = "STP"\nlabel = "three points"'),
         TEXT + "# a remark\n",
-        TEXT.replace("batch = 8", 'batch = 8\nrho = 1e-3\ndecay = "cosine"'),  # the defaults, spelled out
+        TEXT.replace(
+            "batch = 8", 'batch = 8\nscale = "relative"\nrho = 1e-2\ndecay = "cosine"'
+        ),  # the defaults, spelled out
     ]
     for text in same:
         assert {run.id for run in plan(parse(text))} == ids
@@ -44,6 +46,7 @@ def test_what_decides_the_outcome_decides_the_id_and_nothing_else():
         TEXT.replace("batch = 8", 'batch = 8\ndecay = "none"'),
         TEXT.replace("batch = 8", 'batch = 8\ndistribution = "rademacher"'),
         TEXT.replace("batch = 8", "batch = 8\ndirections = 2"),
+        TEXT.replace("batch = 8", 'batch = 8\nscale = "absolute"'),
         TEXT.replace('weights = "random"', 'weights = "other.pth"'),
         TEXT.replace('weights = "random"', 'weights = "random"\npretrain = {data = "digits", steps = 3}'),
     ]

@@ -108,7 +108,7 @@ def test_every_method_keeps_to_the_budget(tmp_path, method, steps, budget):
 def plain_losses(run, task, base, steps):
     """The loss of each step of a rate, by a loop as a user would write it."""
     model = task.start(base)
-    optimizer = ft.VS2P(model.named_parameters(), lr=run.lr, rho=1e-3, seed=run.seed, distribution="normal")
+    optimizer = ft.VS2P(model.named_parameters(), lr=run.lr, seed=run.seed, distribution="normal")
     losses = []
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = run.lr * (1 + math.cos(math.pi * step / 100)) / 2

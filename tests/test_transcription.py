@@ -109,7 +109,7 @@ def test_trajectory(method, backend, distribution, loss):
     x = start.copy()
     # the vector lives in two parameters of one group
     parts = torch.tensor(start[:5]), torch.tensor(start[5:]).reshape(7, 1)
-    optimizer = make(parts, seed=3, distribution=distribution, backend=backend)
+    optimizer = make(parts, seed=3, scale="absolute", distribution=distribution, backend=backend)
     memory = []
     for k in range(STEPS):
         s = torch.cat([optimizer.field.values(k, 0, i, 0, part.numel()) for i, part in enumerate(parts)])

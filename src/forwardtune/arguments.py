@@ -116,11 +116,11 @@ def check_state_dict(state_dict: Any, groups: Sequence[Group], *, optional: Set[
     return loaded
 
 
-def probe_distance(lr: Any, rho: float | None) -> float:
+def probe_distance(lr: Any, rho: float | None, scale: str = "relative") -> float:
     """The distance of probes that is meant, which is not to be given together with an lr that finds it."""
     if isinstance(lr, str) and rho is not None:
         raise InvalidArgumentError("lr='auto' finds the distance of probes too; leave rho out, or give an lr")
-    return 1e-3 if rho is None else rho
+    return (1e-3 if scale == "absolute" else 1e-2) if rho is None else rho
 
 
 def check_directions(directions: Any, distribution: str) -> None:

@@ -55,7 +55,7 @@ from forwardtune.objective import Closure, Objective
 from forwardtune.record import Review, StepRecord
 from forwardtune.run_options import Recorder, RunOptions
 from forwardtune.run_state import OLDER_RUN, RunState
-from forwardtune.scales import SCALES
+from forwardtune.scales import SCALES, Scale
 from forwardtune.search import Memory, Search, StepSearch
 
 MANY_PLATEAUS = 20
@@ -66,6 +66,7 @@ class LineSearch(RunState):
     """Base class of all methods: a subclass defines `search` and passes its settings, with defaults, to `__init__`."""
 
     search: Callable[..., Search]
+    usual_scale: Scale = "relative"
     _settings: tuple[str, ...]
     last_step: StepRecord | None = None
     recorder: Recorder | None = None
@@ -99,7 +100,7 @@ class LineSearch(RunState):
                 'directions="auto" needs lr="auto", which measures how examples agree; with an lr of your own use '
                 'directions=1 or "per-example"'
             )
-        scale = run.get("scale", "relative" if is_auto else "absolute")
+        scale = run.get("scale", self.usual_scale)
         if scale not in SCALES:
             raise InvalidArgumentError(f"unknown scale {scale!r}; choose one of {', '.join(SCALES)}")
         super().__init__(as_groups(params), {**defaults, "lr": 1.0 if is_auto else defaults["lr"], "memory": {}})

@@ -32,7 +32,7 @@ class RunOptions(TypedDict, total=False):
 
     seed: seeds the noise; an integer below 2^64 (default 0).
     scale: the units of offsets, ``"absolute"`` or ``"relative"`` to the size of each tensor's weights at the start of
-        the run; see :mod:`forwardtune.scales` (default ``"relative"`` with ``lr="auto"``, else ``"absolute"``).
+        the run (default); see :mod:`forwardtune.scales`. The paper's units are absolute, and so are published rates.
     distribution: of the directions' elements, ``"rademacher"`` (default, the fastest), ``"normal"``, ``"uniform"`` or
         ``"sphere"``; all have ``E norm(s)^2 = d``.
     directions: how many independent directions a step searches from the same point; their moves are averaged and the

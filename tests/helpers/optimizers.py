@@ -9,9 +9,9 @@ import forwardtune as ft
 
 # One table of optimizers drives all tests: name -> (constructor, queries per step)
 METHODS = {
-    "VS2P": (lambda p, **k: ft.VS2P(p, **{"lr": 1.0, "rho": 1e-2, **k}), 2),
-    "MeZO": (lambda p, **k: ft.MeZO(p, **{"lr": 1e-2, **k}), 2),
-    "STP": (lambda p, **k: ft.STP(p, **{"lr": 1e-2, **k}), 3),
+    "VS2P": (lambda p, **k: ft.VS2P(p, **{"lr": 5.0, "rho": 1e-2, **k}), 2),
+    "MeZO": (lambda p, **k: ft.MeZO(p, **{"lr": 0.05, **k}), 2),
+    "STP": (lambda p, **k: ft.STP(p, **{"lr": 5e-2, **k}), 3),
     "S2P-1": (lambda p, **k: ft.S2P(p, **{"step_size": "stationary", "alpha0": 1.0, "steps": 50, **k}), 2),
     "S2P-2": (lambda p, **k: ft.S2P(p, **{"step_size": "dynamic", "L": 0.5, **k}), 4),
     "S2P-3": (lambda p, **k: ft.S2P(p, **{"step_size": "stationary-relaxed", "L1": 10.0, "steps": 50, **k}), 2),

@@ -48,7 +48,8 @@ def ragged(n=64):
 
 
 def trainer(folder, model, data, *, micro=16, accumulation=1, objective="loss", more=None, **settings):
-    options = {"method": "VS2P", "learning_rate": 2.0, "rho": 1e-2, "max_steps": 10, "seed": 3, "logging_steps": 1}
+    options = {"method": "VS2P", "learning_rate": 2.0, "rho": 1e-2, "scale": "absolute"}
+    options |= {"max_steps": 10, "seed": 3, "logging_steps": 1}
     quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
     sizes = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
     args = ForwardTrainingArguments(str(folder), **quiet | sizes | options | settings)

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from forwardtune.experiments.spec import Method
 
 METHODS_HERE = ("VS2P", "MeZO", "STP")
-MEZO_RATES = 3e-5, 3e-3
-"""Rates of MeZO to begin with, for all weights and for an adapter; the others find theirs."""
+"""Those that find their rate while training."""
 
 
 def finetune(
@@ -47,17 +46,16 @@ def finetune(
     adapter: Annotated[str, typer.Option(help="none, lora, prefix, prompt or ia3.")] = "none",
     peft: Annotated[str | None, typer.Option(hidden=True)] = None,
     method: Annotated[str, typer.Option(help="vs2p, mezo or stp.")] = "vs2p",
-    lr: Annotated[
-        float | None, typer.Option(help="Learning rate.", show_default="found while training; MeZO's by adapter")
-    ] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.", show_default="found while training")] = None,
     rho: Annotated[
-        float | None, typer.Option(help="How far the loss is probed, with an --lr.", show_default="0.001")
+        float | None,
+        typer.Option(help="How far the loss is probed, with an --lr.", show_default="0.01; absolute 0.001"),
     ] = None,
     scale: Annotated[
         str | None,
         typer.Option(
-            help="Units of --lr and --rho: absolute, or relative to the weights.",
-            show_default="by --lr",
+            help="Units of --lr and --rho: relative to the weights, or absolute.",
+            show_default="relative",
         ),
     ] = None,
     directions: Annotated[int, typer.Option(min=1, help="Directions per step.")] = 1,
@@ -128,7 +126,7 @@ def finetune(
         raise ExperimentError("--steps, --queries and --minutes each say how long the run is; give one of them")
     _check_positive("--minutes", minutes)
     settings = {"rho": rho, "scale": scale, "directions": directions, "distribution": distribution}
-    by = _method(method, adapter, lr, settings)
+    by = _method(method, lr, settings)
     if by.is_auto and decay is not None:
         raise ExperimentError("--decay goes with an --lr; without one steps become smaller by themselves")
     budget = queries or (steps or 1000) * by.queries_per_step
@@ -244,7 +242,7 @@ def replay(
     console.print(f"wrote {out}", markup=False)
 
 
-def _method(name: str, adapter: str, lr: float | None, settings: dict[str, Any]) -> Method:
+def _method(name: str, lr: float | None, settings: dict[str, Any]) -> Method:
     from forwardtune.experiments.spec import Method
 
     known = {kind.lower(): kind for kind in METHODS_HERE}
@@ -255,14 +253,9 @@ def _method(name: str, adapter: str, lr: float | None, settings: dict[str, Any])
     settings = {name: value for name, value in settings.items() if value is not None}
     _check_positive("--lr", lr)
     _check_positive("--rho", settings.get("rho"))
-    if lr is None and kind != "MeZO":
-        if "rho" in settings:
-            raise ExperimentError("--rho goes with an --lr; without one both are found while training")
-        return Method(kind, kind, ("auto",), settings)
-    if lr is None and "scale" in settings:
-        raise ExperimentError("--scale goes with an --lr; MeZO's own rates are absolute")
-    rate = MEZO_RATES[adapter != "none"] if lr is None else lr
-    return Method(kind, kind, (rate,), settings)
+    if lr is None and "rho" in settings:
+        raise ExperimentError("--rho goes with an --lr; without one both are found while training")
+    return Method(kind, kind, ("auto" if lr is None else lr,), settings)
 
 
 def _check_positive(flag: str, value: float | None) -> None:

@@ -28,13 +28,20 @@ class Run:
         return Description(
             workload=brief(self.workload, without=("name", "seeds")),
             method=self.method.method,
-            settings=dict(self.method.settings),
+            settings=self._settings,
             lr=self.lr,
             seed=self.seed,
             decay=self.decay,
             noise=NOISE_VERSION,
             rules=RULES,
         )
+
+    @property
+    def _settings(self) -> dict[str, object]:
+        """The method's; units are left out where they are those that a description without them has always meant."""
+        settings = {name: value for name, value in self.method.settings.items() if name != "scale"}
+        implied = "relative" if self.lr == "auto" else "absolute"
+        return settings if self.method.scale == implied else {**settings, "scale": self.method.scale}
 
     @cached_property
     def id(self) -> str:

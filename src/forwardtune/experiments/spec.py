@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from forwardtune.arguments import Params
+from forwardtune.arguments import Params, probe_distance
 from forwardtune.auto import REVIEW_QUERIES, SURVEY_QUERIES
 from forwardtune.errors import ExperimentError, ForwardTuneError
 from forwardtune.experiments.result import Rate
@@ -49,6 +49,11 @@ class Method:
     def is_auto(self) -> bool:
         """Whether it finds its rate while training."""
         return self.lr == ("auto",)
+
+    @property
+    def scale(self) -> str:
+        """The units of its steps."""
+        return str(self.settings.get("scale", METHODS[self.method].usual_scale))
 
     @property
     def grid(self) -> tuple[float, ...]:
@@ -135,7 +140,7 @@ class _File:
     description: str = ""
     decay: str = "cosine"
     distribution: str = "normal"
-    rho: float = 1e-3
+    rho: float | None = None
     directions: int = 1
     scale: str = ""
     rates_from: str = ""
@@ -236,10 +241,11 @@ def _method(entry: Mapping[str, Any], top: _File) -> Method:
     accepted = own - ({"rho"} if is_auto else set()) | shared.keys() | {"scale"}
     for key in entry.keys() - known.keys():
         one_of(f"{where}: the setting", key, sorted(accepted))
-    if "rho" in accepted:
-        shared["rho"] = top.rho
     if top.scale:
         shared["scale"] = top.scale
+    if "rho" in accepted:
+        scale = entry.get("scale", top.scale or METHODS[known["method"]].usual_scale)
+        shared["rho"] = probe_distance(None, top.rho, scale)
     settings = {**shared, **{key: entry[key] for key in sorted(entry.keys() - known.keys())}}
     try:
         method = build(Method, {**known, "lr": [1.0] if is_auto else known["lr"], "settings": settings}, where)

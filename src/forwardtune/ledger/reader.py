@@ -41,7 +41,7 @@ def read(path: str | os.PathLike[str]) -> RecordedRun:
     >>> import tempfile, torch, forwardtune as ft
     >>> x = torch.tensor([3.0, -2.0])
     >>> with tempfile.TemporaryDirectory() as folder, ft.Ledger(f"{folder}/run.ledger", {"x": x}) as ledger:
-    ...     optimizer = ft.STP([x], lr=0.5, recorder=ledger)
+    ...     optimizer = ft.STP([x], lr=0.5, scale="absolute", recorder=ledger)
     ...     for _ in range(3):
     ...         loss = optimizer.step(lambda: x @ x)
     ...     run = ft.ledger.read(f"{folder}/run.ledger")

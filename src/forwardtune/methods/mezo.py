@@ -27,16 +27,17 @@ class MeZO(LineSearch):
 
     Args:
         params: parameters, named parameters or group dicts to tune.
-        lr: the step size, or ``"auto"`` to find it while training; see :mod:`forwardtune.auto`.
-        rho: half the distance between the two probes, 1e-3 by default.
+        lr: the step size, or ``"auto"`` (default) to find it while training; see :mod:`forwardtune.auto`. Published
+            rates are in absolute units, ``scale="absolute"``.
+        rho: half the distance between the two probes; by default 1e-2, and 1e-3 in absolute units.
         **run: see :class:`forwardtune.RunOptions`.
 
     >>> import torch
     >>> x = torch.tensor([3.0, -2.0])
-    >>> optimizer = MeZO([x], lr=0.1, rho=1e-2)
+    >>> optimizer = MeZO([x], lr=0.02)
     >>> for _ in range(200):
     ...     loss = optimizer.step(lambda: x @ x)
-    >>> bool(loss < 1e-3)
+    >>> bool(loss < 1e-2)
     True
     """
 
@@ -45,12 +46,13 @@ class MeZO(LineSearch):
     def __init__(
         self,
         params: Params,
-        lr: float | Literal["auto"] = 1e-4,
+        lr: float | Literal["auto"] = "auto",
         *,
         rho: float | None = None,
         **run: Unpack[RunOptions],
     ) -> None:
-        super().__init__(params, {"lr": lr, "rho": probe_distance(lr, rho)}, **run)
+        distance = probe_distance(lr, rho, run.get("scale", self.usual_scale))
+        super().__init__(params, {"lr": lr, "rho": distance}, **run)
 
     def settings_at(self, r: float, slope: float, settings: Mapping[str, Any]) -> dict[str, Any]:
         return {"lr": settings["lr"] * r / slope, "rho": r}

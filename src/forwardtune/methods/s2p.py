@@ -80,7 +80,7 @@ class S2P(LineSearch):
         step_size: the rule, by its name or its number in the paper.
         alpha0, steps, L, L0, L1: the constants that the rule needs; ``steps`` is the length of the run.
         rho: half the distance between the two probes of the dynamic rules' slope.
-        **run: see :class:`forwardtune.RunOptions`.
+        **run: see :class:`forwardtune.RunOptions`; the scale is absolute by default, as the theory has it.
 
     >>> import torch
     >>> x = torch.tensor([3.0, -2.0])
@@ -92,6 +92,7 @@ class S2P(LineSearch):
     """
 
     search = staticmethod(s2p)
+    usual_scale = "absolute"
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ class VS2P(LineSearch):
         lr: ``"auto"``, to find the size of steps and probes while training (see :mod:`forwardtune.auto`), or the step
             size in units of rho; above 1, the sign of the slope is trusted further than it was measured. By default
             ``"auto"``, and 1 where a rho is given.
-        rho: half the distance between the two probes, 1e-3 by default.
+        rho: half the distance between the two probes; by default 1e-2, and 1e-3 in absolute units.
         tau_a: slopes above ``tau_a * sigma`` are damped.
         tau_b: how many sigmas make a full step.
         window: the number of recent gammas in sigma.
@@ -61,7 +61,7 @@ class VS2P(LineSearch):
 
     >>> import torch
     >>> x = torch.tensor([3.0, -2.0])
-    >>> optimizer = VS2P([x], lr=1.0, rho=0.05)
+    >>> optimizer = VS2P([x], lr=2.0)
     >>> for _ in range(400):
     ...     loss = optimizer.step(lambda: x @ x)
     >>> bool(loss < 1e-2)
@@ -83,7 +83,8 @@ class VS2P(LineSearch):
     ) -> None:
         if lr is None:
             lr = "auto" if rho is None else 1.0
-        settings = {"lr": lr, "rho": probe_distance(lr, rho), "tau_a": tau_a, "tau_b": tau_b, "window": window}
+        distance = probe_distance(lr, rho, run.get("scale", self.usual_scale))
+        settings = {"lr": lr, "rho": distance, "tau_a": tau_a, "tau_b": tau_b, "window": window}
         super().__init__(params, settings, **run)
 
     def settings_at(self, r: float, slope: float, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -108,10 +108,10 @@ def _findings(workload: WorkloadScore) -> Iterator[str]:
     for before, auto in enumerate(autos):
         for other in [*autos[:before], *(method for method in complete if not method.method.is_auto)]:
             yield f"{auto.method.title} {_against(auto, other)}"
-    for relative in (method for method in complete if method.method.settings.get("scale") == "relative"):
+    for relative in (method for method in complete if method.method.scale == "relative"):
         for other in complete:
             same = other.method.method == relative.method.method and not relative.method.is_auto
-            if same and other.method.settings.get("scale", "absolute") == "absolute" and not other.method.is_auto:
+            if same and other.method.scale == "absolute" and not other.method.is_auto:
                 yield f"{relative.method.title} {_against(relative, other)}"
 
 

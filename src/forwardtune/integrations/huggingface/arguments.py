@@ -34,15 +34,15 @@ NOT_APPLICABLE = {
 class ForwardTrainingArguments(transformers.TrainingArguments):
     """Trainer's arguments, with a method that needs no gradients instead of an optimizer.
 
-    `seed` also seeds the noise. Without a `learning_rate` VS2P and STP find theirs while training.
+    `seed` also seeds the noise. Without a `learning_rate` VS2P, MeZO and STP find theirs while training.
 
-    >>> args = ForwardTrainingArguments("out", method="MeZO", learning_rate=1e-6, max_steps=100)
-    >>> args.method, args.rho
-    ('MeZO', 0.001)
+    >>> args = ForwardTrainingArguments("out", method="MeZO", learning_rate=1e-6, scale="absolute", max_steps=100)
+    >>> args.method, args.auto
+    ('MeZO', False)
     """
 
     learning_rate: float | None = field(  # type: ignore[assignment]
-        default=None, metadata={"help": "The step size; VS2P and STP find theirs while training by default."}
+        default=None, metadata={"help": "The step size; found while training by default, but by S2P."}
     )
     auto: bool | None = field(
         default=None,
@@ -61,7 +61,10 @@ class ForwardTrainingArguments(transformers.TrainingArguments):
     )
     max_grad_norm: float = field(default=0.0, metadata={"help": "Not used: there are no gradients to clip."})
     method: str = field(default="VS2P", metadata={"help": f"One of {', '.join(METHODS)}."})
-    rho: float = field(default=1e-3, metadata={"help": "How far from the weights the loss is probed."})
+    rho: float | None = field(
+        default=None,
+        metadata={"help": "How far the loss is probed; by default 1e-2, and 1e-3 in absolute units."},
+    )
     distribution: str = field(
         default="rademacher", metadata={"help": "The distribution of the noise: rademacher, normal, uniform or sphere."}
     )
@@ -88,19 +91,19 @@ class ForwardTrainingArguments(transformers.TrainingArguments):
             raise InvalidArgumentError(f"method {self.method!r} is not known; choose one of {', '.join(METHODS)}")
         self.method = known[self.method.lower()]
         self._check_method_args()
-        if self.auto and self.method not in ("VS2P", "STP"):
+        finds = METHODS[self.method].settings_at is not LineSearch.settings_at
+        if self.auto and not finds:
             raise InvalidArgumentError(f"{self.method} cannot find its step size; give it a learning_rate")
         if self.scale is not None and self.scale not in SCALES:
             raise InvalidArgumentError(f"scale {self.scale!r} is not known; choose one of {', '.join(SCALES)}")
-        if self.auto and self.rho != 1e-3:
-            raise InvalidArgumentError("rho is found while training, too, with auto=True; leave it out")
         if self.auto is None:
-            self.auto = self.learning_rate is None and self.rho == 1e-3 and self.method in ("VS2P", "STP")
+            self.auto = self.learning_rate is None and finds
+        if self.auto and self.rho is not None:
+            raise InvalidArgumentError("rho is found while training, too; leave it out, or give a learning_rate")
         if self.learning_rate is None:
-            default = inspect.signature(METHODS[self.method]).parameters["lr"].default
-            self.learning_rate = default if isinstance(default, float) else 1e-3 if self.method == "STP" else 1.0
-            if self.auto:
-                self.learning_rate = 1.0
+            if finds and not self.auto:
+                raise InvalidArgumentError(f"{self.method} needs a learning_rate where auto=False; give it one")
+            self.learning_rate = 1.0
         if self.lr_scheduler_type is None:
             self.lr_scheduler_type = "constant" if self.auto else "linear"
         super().__post_init__()  # type: ignore[no-untyped-call]
@@ -108,7 +111,7 @@ class ForwardTrainingArguments(transformers.TrainingArguments):
     def _check_method_args(self) -> None:
         given = json.loads(self.method_args) if isinstance(self.method_args, str) else self.method_args or {}
         known = inspect.signature(METHODS[self.method]).parameters.keys() - {"params", "lr", "run"}
-        if "rho" not in known and self.rho != 1e-3:
+        if "rho" not in known and self.rho is not None:
             raise InvalidArgumentError(
                 f"rho={self.rho:g} does not apply to {self.method}, which probes at its learning rate; leave it out"
             )
@@ -124,7 +127,7 @@ class ForwardTrainingArguments(transformers.TrainingArguments):
         """The method, with the parameters it is to tune."""
         kind: Any = METHODS[self.method]
         settings = dict(self.method_args or {})  # type: ignore[arg-type]  # text was read as JSON by Trainer's arguments
-        if "rho" in inspect.signature(kind).parameters and not self.auto:
+        if self.rho is not None:
             settings = {"rho": self.rho, **settings}
         options: dict[str, Any] = {"distribution": self.distribution, "directions": self.directions, "seed": self.seed}
         if self.scale is not None:
