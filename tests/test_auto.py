@@ -123,7 +123,7 @@ def test_a_review_compares_the_start_of_the_trail_with_twice_its_length():
     while not auto.is_review_due(optimizer.auto):
         optimizer.step(loss)
     trail = optimizer.auto["trail"]
-    moved = sum(torch.stack([offsets[0][0] * optimizer.field.values(step, 0, 0, 0, 200) for step, offsets in trail]))
+    moved = sum(torch.stack([offsets[0][0] * optimizer.field.values(step, 0, 0, 0, 200) for step, offsets, _ in trail]))
     now = x.clone()
     expected = [1.5 * (p @ p).item() for p in (now - moved, now + moved)]
     optimizer.step(loss)

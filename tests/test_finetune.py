@@ -92,6 +92,8 @@ def test_a_model_is_tuned_saved_and_asked(home):
     "more",
     [
         "--model model --adapter lora",
+        "--model model --adapter lora --directions auto",
+        "--model model --directions per-example --lr 5",
         "--model model --adapter prompt --method mezo",
         "--model model --setup head --adapter lora --method stp",
         "--model encoder",
@@ -148,6 +150,8 @@ def test_a_stopped_run_goes_on(home, monkeypatch):
         ("--model model --train none.csv", "there is no file at .*none.csv"),
         ("--model model --train train.csv --text-column body", r"there is no column 'body', only 'text', 'label'"),
         ("--model model --train train.csv --rho 0.1", "--rho goes with an --lr"),
+        ("--model model --train train.csv --directions 0", "--directions must be a number from 1, per-example or auto"),
+        ("--model model --train train.csv --directions auto --lr 1", "--directions auto goes without an --lr"),
         ("--model model --train train.csv --lr -1", "--lr must be above zero and finite, not -1"),
         ("--model model --train train.csv --lr 1 --rho -1", "--rho must be above zero and finite, not -1"),
         ("--model model --train train.csv --decay linear", "--decay goes with an --lr; without one steps become small"),

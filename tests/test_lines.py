@@ -1,6 +1,7 @@
 """Lines of their own: layers whose examples see weights of their own, sums of products, and runs along such lines."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from forwardtune.ledger import export, read
 from forwardtune.noise.backends import reference
 from forwardtune.noise.outer import OuterMover, as_matrix, factor_sizes, factors
 from forwardtune.noise.types import Key, Slot, Term
+from forwardtune.record import LineRecord, StepRecord
 from tests.helpers.optimizers import weights
 
 SHAPES = [(7,), (30, 50), (70, 3, 3, 3), (5, 4, 3), (40_000, 3), ()]
@@ -222,6 +224,94 @@ def test_a_run_replays_exports_and_resumes(method, tmp_path):
     assert other.by_example
 
 
+@pytest.mark.parametrize("method", [ft.VS2P, ft.MeZO, ft.STP])
+def test_examples_that_share_a_line_are_a_run_along_common_ones(method, monkeypatch):
+    """The same noise and the same decisions, through surveys and reviews, for as long as they share."""
+    monkeypatch.setattr(auto, "WORTH", math.inf)
+
+    def ended(directions):
+        model, losses, _ = problem(torch.float64)
+        optimizer = method(model.parameters(), directions=directions)
+        for step in range(80):
+            optimizer.step(lambda step=step: losses(step) if optimizer.by_example else losses(step).mean())
+        return weights(model), optimizer.queries, optimizer.auto["reviews"]
+
+    (common, *counts), (shared, *same) = ended(1), ended("auto")
+    assert counts == same
+    assert counts[1] >= 5
+    torch.testing.assert_close(shared, common, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", [ft.VS2P, ft.MeZO, ft.STP])
+def test_examples_that_agree_get_lines_of_their_own(method, tmp_path):
+    """From the first common line to own ones and to the end the run is recorded, replayed, exported and resumed."""
+    model, *_ = problem()
+    base, one = copy.deepcopy(model), torch.zeros(16, dtype=torch.long)
+    ledger = ft.Ledger(tmp_path / "run.ledger", model)
+    optimizer = method(model.named_parameters(), directions="auto", recorder=ledger)
+    x = torch.randn(16, 6)
+    shared = []
+    for step in range(70):
+        if step == 12:
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step(lambda: 1 / 0)
+        optimizer.step(lambda: F.cross_entropy(model(x), one, reduction="none"))
+        shared.append(optimizer.last_step.shared)
+    ledger.close()
+    changes = [step for step in range(1, 70) if shared[step] != shared[step - 1]]
+    assert shared[0]
+    assert not shared[-1]
+    assert len(changes) == 1
+    assert changes[0] >= auto.SURVEYS + auto.ENOUGH
+    assert optimizer.auto["trial"] is None
+    assert optimizer.agreement > 0.1
+    assert torch.equal(weights(ft.replay(copy.deepcopy(base), tmp_path / "run.ledger")), weights(model))
+    export(tmp_path / "run.ledger", tmp_path / "small.ledger")
+    assert torch.equal(weights(ft.replay(copy.deepcopy(base), tmp_path / "small.ledger")), weights(model))
+    again = copy.deepcopy(base)
+    resumed, step = ft.resume(again, tmp_path / "run.ledger")
+    assert (step, resumed.auto, resumed.queries) == (optimizer.steps, optimizer.auto, optimizer.queries)
+    assert torch.equal(weights(again), weights(model))
+    resumed.recorder.close()
+
+
+def slopes_in(step, slopes, shared):
+    """A step along a line that examples share, or along their own, with these slopes."""
+    lines = [(LineRecord((0.1, -0.1), (1 + 0.1 * slope, 1 - 0.1 * slope), 0.01),) for slope in slopes]
+    return StepRecord.of(step, lines, queries=2 * step, taken=True, by_example=True, shared=shared)
+
+
+@pytest.mark.parametrize(
+    ("own", "stay"),
+    [([1.0, 1.1, 0.9, 1.0], True), ([9.0, -9.0, 9.0, -9.0], False), ([0.0, 0.0, 0.0, 2.0], False)],
+)
+def test_lines_of_their_own_are_tried_before_they_are_taken(own, stay):
+    """Where slopes along own lines are mostly noise of others' lines, or zero, examples share a line for good."""
+    state = {**auto.start("auto"), "surveyed": None, "slope": 1.0}
+    for step in range(auto.ENOUGH):
+        assert state["shared"]
+        state = auto.after_step(state, slopes_in(step, [1.0, 1.2, 0.8, 1.0], shared=True))
+    assert not state["shared"]
+    assert auto.agreement(state) == pytest.approx(0.99, abs=0.02)
+    for step in range(auto.ENOUGH):
+        assert not state["shared"]
+        state = auto.after_step(state, slopes_in(auto.ENOUGH + step, own, shared=False))
+    assert state["trial"] is None
+    assert state["shared"] != stay
+    if not stay:
+        assert state["slope"] == pytest.approx(1.0)
+    later = auto.after_step(state, slopes_in(99, [1.0] * 4, shared=not stay))
+    assert later["shared"] == state["shared"]
+
+
+def test_examples_that_do_not_agree_go_on_sharing():
+    state = {**auto.start("auto"), "surveyed": None, "slope": 1.0}
+    for step in range(5 * auto.ENOUGH):
+        state = auto.after_step(state, slopes_in(step, [1.0, -1.0, 1.0, -0.9], shared=True))
+        assert state["shared"]
+    assert auto.agreement(state) < 0
+
+
 def test_agreement_is_the_cosine_of_gradients():
     """Slopes of examples along shared lines have the products of their gradients."""
     model, losses, _ = problem(torch.float64)
@@ -286,6 +376,10 @@ def test_other_losses_are_refused(reduce, message):
 
 def test_wrong_options():
     params = [nn.Parameter(torch.zeros(3))]
+    with pytest.raises(InvalidArgumentError, match='directions="auto" needs lr="auto"'):
+        ft.VS2P(params, lr=1.0, directions="auto")
+    with pytest.raises(InvalidArgumentError, match="one loss per example, not a tensor of shape"):
+        ft.VS2P(params, directions="auto").step(lambda: params[0].sum())
     with pytest.raises(InvalidArgumentError, match="per-example"):
         ft.VS2P(params, directions="each")
     with pytest.raises(InvalidArgumentError, match="signs"):

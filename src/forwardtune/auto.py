@@ -19,7 +19,9 @@ with a gain that falls. As training goes on and slopes drown in the noise of bat
 all see the same loss, as those of an accuracy may, makes it a little larger.
 
 *Lines.* With ``directions="auto"`` all examples share a line at first, and the products of their slopes tell how their
-gradients agree. Where that makes lines of their own `WORTH` it, each example has its own from then on.
+gradients agree. Where that promises enough, lines of their own are tried for as many steps. What a step gains is in
+proportion to `B gamma^2` of the mean loss along a shared line, and to `gamma_i^2` of the examples along their own: if
+the former is `WORTH` times the latter, each example has its own line from then on, else they share one for good.
 
 *Retreat.* Where the losses of the steps have risen by far more than batches differ, and the review finds that they
 rise beyond by as much, the steps did damage: the weights stay where they began, and `r` is cut.
@@ -30,12 +32,13 @@ Everything here is plain floats. The state is a dictionary of plain values that 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
 from forwardtune.arguments import Directions
+from forwardtune.line import Trail
 from forwardtune.record import Decision, Review, StepRecord
 from forwardtune.search import Memory, Search
 
@@ -59,10 +62,10 @@ FAR = 4
 """Times the usual difference between the losses of consecutive steps is far beyond the noise."""
 CUT = 4
 """What `r` is divided by after damage."""
-WORTH = 3
+WORTH = 1.5
 """Lines of their own are taken where they have less noise than a shared one by this factor in variance."""
-ENOUGH, FORGET = 16, 1 / 64
-"""Steps along shared lines that it takes to tell, and the part of older ones that each new one replaces."""
+ENOUGH = 16
+"""Steps along lines of either kind that it takes to tell."""
 
 Auto = dict[str, Any]
 
@@ -71,11 +74,13 @@ def start(directions: Directions = 1) -> Auto:
     """The state of a run that begins.
 
     `surveyed` has (L, Q) of the surveys at `r` so far; it is None when they are done. `ceiling` is a size at which a
-    loss was not finite. `trail` has the destinations of the last steps, of which `since` came after the last review;
+    loss was not finite. `trail` has the destinations of the last steps (offsets, and the
+    number of the first direction), of which `since` came after the last review;
     `losses` has those of the last steps, infinite where a step was not taken. `slope` is the mean size of the slopes
     that were surveyed, of one line. Where lines are `by_example`, `agreement` has sums over the surveys: of products of
-    the slopes of two examples, and of squares. While a line is `shared` to learn whether it should be, they are over
-    the `asked` steps so far.
+    the slopes of two examples, and of squares; while a line is `shared`, over the last `asked` steps. `trial` has, of
+    steps that try lines of their own, their number and sums of mean squared slopes and of the part of slopes that are
+    zero; None where there is nothing to be found out.
     """
     return {
         "r": START,
@@ -91,6 +96,7 @@ def start(directions: Directions = 1) -> Auto:
         "agreement": (0.0, 0.0),
         "shared": directions == "auto",
         "asked": 0,
+        "trial": (0, 0.0, 0.0) if directions == "auto" else None,
     }
 
 
@@ -105,7 +111,15 @@ def is_surveying(auto: Auto) -> bool:
 
 
 def is_review_due(auto: Auto) -> bool:
-    return auto["since"] >= SPAN and any(offsets for _, offsets in auto["trail"])
+    return auto["since"] >= SPAN and any(position for _, position in trail_of(auto))
+
+
+def trail_of(auto: Mapping[str, Any]) -> Trail:
+    """The steps that a review would be about."""
+    return [
+        (step, {sum(first) + j: tuple(own) for j, own in enumerate(offsets)})
+        for step, offsets, *first in auto["trail"]  # states of before common lines were told apart lack the first
+    ]
 
 
 def is_damage(auto: Auto, before: float, beyond: float) -> bool:
@@ -143,7 +157,9 @@ def after_step(auto: Auto, record: StepRecord) -> Auto:
         auto = {**auto, "losses": (*auto["losses"], record.loss if record.taken else math.inf)[-RECENT:]}
     if is_surveying(auto):
         return auto if record.raised else _after_survey(auto, record)
-    auto = _after_shared(_trailing(auto, record), record) if record.shared else _trailing(auto, record)
+    auto = _trailing(auto, record)
+    if auto["trial"] and record.taken:
+        auto = _after_shared(auto, record) if record.shared else _after_trial(auto, record)
     if not record.taken and not record.raised:  # perhaps the weights are to blame: review at once
         return {**auto, "r": auto["r"] / 2, "since": SPAN}
     return {**auto, "r": auto["r"] * FLAT} if record.is_flat else auto
@@ -155,7 +171,8 @@ def without_trail(auto: Auto) -> Auto:
 
 
 def _trailing(auto: Auto, record: StepRecord) -> Auto:
-    trail = (*auto["trail"], (record.step, tuple(record.destination().values())))[-SPAN:]
+    there = record.destination()
+    trail = (*auto["trail"], (record.step, tuple(there.values()), min(there, default=0)))[-SPAN:]
     return {**auto, "trail": trail, "since": auto["since"] + 1}
 
 
@@ -185,19 +202,39 @@ def _after_survey(auto: Auto, record: StepRecord) -> Auto:
 
 
 def _after_shared(auto: Auto, record: StepRecord) -> Auto:
-    """The state after a step along a shared line, whose first two probes tell the slopes of all examples."""
-    if not record.taken:
+    """The state after a step along a shared line, if it is not known yet whether lines of their own are better."""
+    if auto["asked"] == ENOUGH:
+        auto = {**auto, "asked": 0, "agreement": (0.0, 0.0)}
+    auto = {**auto, "asked": auto["asked"] + 1, "agreement": _agreeing(auto, _differences(record))}
+    gain = _agreed(auto, len(record.lines))
+    if auto["asked"] < ENOUGH or gain < WORTH:
         return auto
-    products, squares = _agreeing(
-        {"agreement": [(1 - FORGET) * old for old in auto["agreement"]]},
-        [tuple(loss / record.offsets[0] for loss in groups[0].losses) for groups in record.lines],
-    )
-    auto = {**auto, "agreement": (products, squares), "asked": auto["asked"] + 1}
-    examples = len(record.lines)
-    if auto["asked"] < ENOUGH or _agreed(auto, examples) < WORTH:
-        return auto
-    auto = {**auto, "shared": False}
-    return {**auto, "r": auto["r"] * _gain(auto, examples), "slope": auto["slope"] * _steeper(auto, examples)}
+    return _with_lines(auto, len(record.lines), shared=False)
+
+
+def _after_trial(auto: Auto, record: StepRecord) -> Auto:
+    """The state after a step that tries lines of their own."""
+    steps, squares, zeros = auto["trial"]
+    slopes, n = [plus - minus for plus, minus in _differences(record)], len(record.lines)
+    squares += fmean(slope * slope for slope in slopes)
+    trial = steps + 1, squares, zeros + fmean(slope == 0 for slope in slopes)
+    if trial[0] < ENOUGH:
+        return {**auto, "trial": trial}
+    products, shared_squares = auto["agreement"]
+    gain = ((n - 1) * products + shared_squares) / squares if squares else 0.0
+    is_worth_it = gain >= WORTH and 2 * trial[2] < ENOUGH
+    return {**(auto if is_worth_it else _with_lines(auto, n, shared=True)), "trial": None}
+
+
+def _with_lines(auto: Auto, examples: int, *, shared: bool) -> Auto:
+    """The state of a run whose examples from now on have lines of their own, or share one again."""
+    steeper = math.sqrt(examples / _agreed(auto, examples))
+    return {**auto, "shared": shared, "slope": auto["slope"] * (1 / steeper if shared else steeper)}
+
+
+def _differences(record: StepRecord) -> list[tuple[float, ...]]:
+    """The losses of all examples at the first two probes, in units of their distance: their slopes are differences."""
+    return [tuple(loss / groups[0].offsets[0] for loss in groups[0].losses[:2]) for groups in record.lines]
 
 
 def agreement(auto: Auto) -> float | None:

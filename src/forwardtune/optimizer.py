@@ -42,24 +42,23 @@ from forwardtune.auto import (
     is_surveying,
     start,
     survey,
+    trail_of,
     without_trail,
 )
 from forwardtune.buffers import Modules
-from forwardtune.errors import InvalidArgumentError, NonFiniteLossError, warn, warn_deprecated
+from forwardtune.errors import InvalidArgumentError, warn_deprecated
 from forwardtune.layers.perturbation import Perturbation, example_losses
 from forwardtune.line import Line, Offsets, Trail
 from forwardtune.noise import NOISE_VERSION, Field
 from forwardtune.noise.field import check_tensor
 from forwardtune.noise.mover import check_number
+from forwardtune.noise.types import COMMON
 from forwardtune.objective import Closure, Objective
 from forwardtune.record import Review, StepRecord
 from forwardtune.run_options import Recorder, RunOptions
 from forwardtune.run_state import OLDER_RUN, RunState
 from forwardtune.scales import SCALES, Scale
 from forwardtune.search import Memory, Search, StepSearch
-
-MANY_PLATEAUS = 20
-"""This many steps without any difference in the loss are worth a warning, if they are most of the run."""
 
 
 class LineSearch(RunState):
@@ -72,8 +71,6 @@ class LineSearch(RunState):
     recorder: Recorder | None = None
     _is_auto = False
     _moving: list[tuple[int, int]] | None = None
-    _warned = False
-    _warned_of_plateaus = False
 
     def __init__(self, params: Params, defaults: Mapping[str, Any], **run: Unpack[RunOptions]) -> None:
         unknown = run.keys() - RunOptions.__annotations__
@@ -224,9 +221,10 @@ class LineSearch(RunState):
                     searches = self._searches(field, review)
                 if isinstance(self.directions, int):
                     taken = searches.run(partial(_query, line, objective), self.directions)
+                elif self.shares_lines:
+                    taken = searches.run_shared(partial(_shared_losses, line, objective))
                 else:
-                    losses = partial(_losses, self._perturbation(field, step), objective)
-                    taken = searches.run_together(losses, shared=self.shares_lines)
+                    taken = searches.run_together(partial(_losses, self._perturbation(field, step), objective))
                 if not taken:
                     objective.rewind(generators=False)
                 record = searches.record(step, queries=queries + objective.queries, taken=taken, review=review)
@@ -279,10 +277,10 @@ class LineSearch(RunState):
         """The steps that the next one reviews, if a review is due."""
         if self.auto is None or not is_review_due(self.auto):
             return ()
-        return [(step, dict(enumerate(offsets))) for step, offsets in self.auto["trail"]]
+        return trail_of(self.auto)
 
     def _perturbation(self, field: Field, step: int) -> Perturbation:
-        """The layers of this step's probes; while surveying all examples share a line, too."""
+        """The layers of this step's probes; while surveying all examples see the same ones."""
         names = {
             tensor.data_ptr(): name
             for group in self.param_groups
@@ -292,7 +290,7 @@ class LineSearch(RunState):
             field.slots,
             [names.get(slot.tensor.data_ptr(), f"parameter {slot.parameter}") for slot in field.slots],
             partial(field.factors, step),
-            shared=self.shares_lines or (self.auto is not None and is_surveying(self.auto)),
+            shared=self.auto is not None and is_surveying(self.auto),
         )
 
     def _searches(self, field: Field, review: Review | None) -> StepSearch:
@@ -323,40 +321,9 @@ class LineSearch(RunState):
         if not record.raised:
             self.last_step = record
         if record.taken and memories:
-            forget = auto and record.shared and not auto["shared"]  # slopes of examples are not those of their mean
+            forget = auto and self.shares_lines != record.shared  # slopes of examples are not those of their mean
             for group, memory in zip(self.param_groups, memories, strict=True):
                 group["memory"] = {} if forget else memory
-
-    def _complain(self, record: StepRecord) -> None:
-        """A step was not taken: warns once, and gives up after too many in a row."""
-        last = record.lines[-1][0]
-        what = (
-            f"in step {record.step} a loss was not finite, or an offset was beyond {self.field.reach:.4g}, too far for "
-            f"the weights to return exactly: losses {last.losses} at offsets {last.offsets}, decision t = {last.t}"
-        )
-        advice = "Check the batch." if self.auto else "Try a smaller lr or rho, or check the batch."
-        if self.nonfinite >= self.max_nonfinite:
-            raise NonFiniteLossError(
-                f"{self.max_nonfinite} steps in a row were not taken; {what}. "
-                f"The weights are those after the last good step. {advice}"
-            )
-        if not self._warned:
-            self._warned = True
-            warn(
-                f"Step not taken: {what}. This warning is not repeated; {self.max_nonfinite} in a row end the run. "
-                f"{advice}"
-            )
-
-    def _advise(self) -> None:
-        """Warns once if most steps see no difference in the loss at all."""
-        if self.plateaus >= MANY_PLATEAUS and 2 * self.plateaus > self.steps and not self._warned_of_plateaus:
-            self._warned_of_plateaus = True
-            warn(
-                f"{self.plateaus} of {self.steps} steps saw the same loss at all their probes: the objective is flat "
-                f"at this distance. Make the batch larger, {'' if self.auto else 'probe further away (a larger rho), '}"
-                "or minimize a loss that changes with every weight, such as the cross-entropy. This warning is not "
-                "repeated; `plateaus` keeps counting."
-            )
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -399,6 +366,12 @@ def _query(line: Line, objective: Objective, direction: int, offsets: Offsets) -
     """The loss at one position."""
     line.goto({direction: offsets})
     return objective()
+
+
+def _shared_losses(line: Line, objective: Objective, offsets: Offsets) -> list[float]:
+    """The losses of all examples at one position of the common line."""
+    line.goto({COMMON: offsets})
+    return example_losses(objective.query())
 
 
 def _losses(perturbation: Perturbation, objective: Objective, offsets: Offsets) -> list[float]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from forwardtune.errors import deprecated_names, warn_deprecated
+from forwardtune.noise.types import COMMON
 
 
 class Decision(NamedTuple):
@@ -62,7 +63,8 @@ class StepRecord:
     review: of the steps before it, if it made one.
     by_example: whether each line is that of an example; then the weights did not go to the probes, and of n lines each
         moves by t/sqrt(n).
-    shared: whether these examples shared one line; then all have its decision, and the weights move by t along it.
+    shared: whether the examples shared a common line; then `lines` has the losses of each along it, with one decision
+        for all, and the weights went to the probes and move by t.
     """
 
     step: int
@@ -94,16 +96,19 @@ class StepRecord:
     @property
     def is_flat(self) -> bool:
         """Whether the loss was the same at every probe, so that no direction can be told from its opposite."""
-        losses = [loss for groups in self.lines for loss in groups[0].losses]
-        return self.taken and len(losses) > 1 and len(set(losses)) == 1
+        lines = [groups[0].losses for groups in self.lines]
+        if self.shared:
+            lines = [tuple(map(math.fsum, zip(*lines, strict=True)))]
+        return self.taken and len(lines[0]) > 1 and all(len(set(losses)) == 1 for losses in lines)
 
     def destination(self) -> dict[int, tuple[float, ...]]:
         """The position of the weights after the step: for each direction, one offset per group."""
         if not self.taken:
             return {}
-        lines = self.lines[:1] if self.shared else self.lines
-        n = math.sqrt(len(lines)) if self.by_example else len(lines)
-        return {j: tuple(line.t / n for line in groups) for j, groups in enumerate(lines)}
+        if self.shared:
+            return {COMMON: tuple(line.t for line in self.lines[0])}
+        n = math.sqrt(len(self.lines)) if self.by_example else len(self.lines)
+        return {j: tuple(line.t / n for line in groups) for j, groups in enumerate(self.lines)}
 
     def stand(self) -> dict[int, tuple[float, ...]]:
         """Deprecated: use `destination`."""
@@ -112,11 +117,12 @@ class StepRecord:
 
     def path(self) -> list[dict[int, tuple[float, ...]]]:
         """All positions the weights took: the probes, then the destination."""
-        if self.by_example:
+        if self.by_example and not self.shared:
             return [self.destination()]
+        searched = [(COMMON, self.lines[0])] if self.shared and self.lines else enumerate(self.lines)
         probes = [
             {j: tuple(line.offsets[i] for line in groups)}
-            for j, groups in enumerate(self.lines)
+            for j, groups in searched
             for i in range(len(groups[0].losses))
         ]
         return [*probes, self.destination()]

@@ -8,20 +8,29 @@ from typing import Any
 from torch.optim import Optimizer
 
 from forwardtune.arguments import Directions
-from forwardtune.auto import Auto, agreement, is_surveying, start
+from forwardtune.auto import Auto, agreement, start
+from forwardtune.errors import NonFiniteLossError, warn
 from forwardtune.noise import Distribution, Field, Slot
 from forwardtune.noise.field import View
+from forwardtune.record import StepRecord
 from forwardtune.scales import Scale, relative_scales
 
 OLDER_RUN = {"plateaus": 0, "scale": "absolute", "auto": None}
 """What states lack that were saved before it could be chosen or was counted."""
 
 
+MANY_PLATEAUS = 20
+"""This many steps without any difference in the loss are worth a warning, if they are most of the run."""
+
+
 class RunState(Optimizer):
     """The part of every optimizer that is the same whatever its search."""
 
     backend: str
+    max_nonfinite: int
     _field: Field | None = None
+    _warned = False
+    _warned_of_plateaus = False
 
     @property
     def _run(self) -> dict[str, Any]:
@@ -121,8 +130,8 @@ class RunState(Optimizer):
 
     @property
     def shares_lines(self) -> bool:
-        """Whether examples that may have lines of their own share one in the next step."""
-        return self.auto is not None and self.auto["shared"] and not is_surveying(self.auto)
+        """Whether examples that may have lines of their own share a common one in the next step."""
+        return self.auto is not None and self.auto["shared"]
 
     @property
     def steps(self) -> int:
@@ -143,3 +152,34 @@ class RunState(Optimizer):
     def plateaus(self) -> int:
         """Steps of this run that saw the same loss at all their probes."""
         return int(self._run["plateaus"])
+
+    def _complain(self, record: StepRecord) -> None:
+        """A step was not taken: warns once, and gives up after too many in a row."""
+        last = record.lines[-1][0]
+        what = (
+            f"in step {record.step} a loss was not finite, or an offset was beyond {self.field.reach:.4g}, too far for "
+            f"the weights to return exactly: losses {last.losses} at offsets {last.offsets}, decision t = {last.t}"
+        )
+        advice = "Check the batch." if self.auto else "Try a smaller lr or rho, or check the batch."
+        if self.nonfinite >= self.max_nonfinite:
+            raise NonFiniteLossError(
+                f"{self.max_nonfinite} steps in a row were not taken; {what}. "
+                f"The weights are those after the last good step. {advice}"
+            )
+        if not self._warned:
+            self._warned = True
+            warn(
+                f"Step not taken: {what}. This warning is not repeated; {self.max_nonfinite} in a row end the run. "
+                f"{advice}"
+            )
+
+    def _advise(self) -> None:
+        """Warns once if most steps see no difference in the loss at all."""
+        if self.plateaus >= MANY_PLATEAUS and 2 * self.plateaus > self.steps and not self._warned_of_plateaus:
+            self._warned_of_plateaus = True
+            warn(
+                f"{self.plateaus} of {self.steps} steps saw the same loss at all their probes: the objective is flat "
+                f"at this distance. Make the batch larger, {'' if self.auto else 'probe further away (a larger rho), '}"
+                "or minimize a loss that changes with every weight, such as the cross-entropy. This warning is not "
+                "repeated; `plateaus` keeps counting."
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -36,11 +37,27 @@ class StepSearch:
                 return False
         return True
 
-    def run_together(self, query: Callable[[Offsets], Sequence[float]], *, shared: bool = False) -> bool:
-        """Searches along as many directions as a query has losses, all at the same offsets; or along one that they
-        share, by their mean. Returns whether all numbers were sound.
+    def run_shared(self, query: Callable[[Offsets], Sequence[float]]) -> bool:
+        """Searches along a line that all examples share, by the mean of their losses; else as `run_together`."""
+        self._by_example = self._shared = True
+        probed: list[Sequence[float]] = []
+
+        def mean(offsets: Offsets) -> float:
+            probed.append(query(offsets))
+            return fmean(probed[-1])
+
+        searches = [start(memory) for start, memory in zip(self._start, self.memories, strict=True)]
+        sound = drive(searches, mean, self._reach, self._lines)
+        (common,) = self._lines
+        self._lines = [tuple(replace(line, losses=own) for line in common) for own in zip(*probed, strict=True)]
+        return sound
+
+    def run_together(self, query: Callable[[Offsets], Sequence[float]]) -> bool:
+        """Searches along as many directions as a query has losses, all at the same offsets.
+
+        Returns whether all numbers were sound.
         """
-        self._by_example, self._shared = True, shared
+        self._by_example = True
         searches = [start(memory) for start, memory in zip(self._start, self.memories, strict=True)]
         offsets, probed = tuple(next(search) for search in searches), []
         together: list[list[Search]] = []
@@ -48,14 +65,13 @@ class StepSearch:
             losses = query(offsets)
             probed.append((offsets, losses))
             if not together:
-                together = [self._begun(offsets) for _ in (losses[:1] if shared else losses)]
+                together = [self._begun(offsets) for _ in losses]
             if not all(map(math.isfinite, losses)):
                 self._lines = _records(probed, [])
                 return False
-            sent = [fmean(losses)] if shared else losses
-            answers = [[_send(search, loss) for search in own] for own, loss in zip(together, sent, strict=True)]
+            answers = [[_send(search, loss) for search in own] for own, loss in zip(together, losses, strict=True)]
             if all(isinstance(answer, Decision) for own in answers for answer in own):
-                self._lines = _records(probed, answers * len(losses) if shared else answers)
+                self._lines = _records(probed, answers)
                 return all(_within(self._reach, (decision.t for decision in own)) for own in answers)
             if any(own != answers[0] for own in answers):
                 raise InvalidArgumentError(
@@ -72,7 +88,8 @@ class StepSearch:
             return self.run(lambda *_: losses.pop() if losses else math.nan, directions), losses
         by_probe = list(zip(*(groups[0].losses for groups in record.lines), strict=True))[::-1]
         nothing = [math.nan] * len(record.lines)
-        taken = self.run_together(lambda _: by_probe.pop() if by_probe else nothing, shared=record.shared)
+        search = self.run_shared if record.shared else self.run_together
+        taken = search(lambda _: by_probe.pop() if by_probe else nothing)
         return taken, [loss for losses in by_probe for loss in losses]
 
     def _begun(self, offsets: Offsets) -> list[Search]:

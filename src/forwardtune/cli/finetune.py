@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_lines
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -16,6 +16,7 @@ from forwardtune.files import translated, write_text
 from forwardtune.toml_tables import one_of
 
 if TYPE_CHECKING:
+    from forwardtune.arguments import Directions
     from forwardtune.experiments.spec import Method
 
 METHODS_HERE = ("VS2P", "MeZO", "STP")
@@ -58,7 +59,7 @@ def finetune(
             show_default="relative",
         ),
     ] = None,
-    directions: Annotated[int, typer.Option(min=1, help="Directions per step.")] = 1,
+    directions: Annotated[str, typer.Option(help="Directions per step; or per-example, or auto where it pays.")] = "1",
     distribution: Annotated[str, typer.Option(help="rademacher, normal, uniform or sphere.")] = "rademacher",
     steps: Annotated[int | None, typer.Option(min=1, help="Length of the run.", show_default="1000")] = None,
     queries: Annotated[
@@ -125,7 +126,7 @@ def finetune(
     if sum(length is not None for length in (steps, queries, minutes)) > 1:
         raise ExperimentError("--steps, --queries and --minutes each say how long the run is; give one of them")
     _check_positive("--minutes", minutes)
-    settings = {"rho": rho, "scale": scale, "directions": directions, "distribution": distribution}
+    settings = {"rho": rho, "scale": scale, "directions": _directions(directions), "distribution": distribution}
     by = _method(method, lr, settings)
     if by.is_auto and decay is not None:
         raise ExperimentError("--decay goes with an --lr; without one steps become smaller by themselves")
@@ -253,9 +254,19 @@ def _method(name: str, lr: float | None, settings: dict[str, Any]) -> Method:
     settings = {name: value for name, value in settings.items() if value is not None}
     _check_positive("--lr", lr)
     _check_positive("--rho", settings.get("rho"))
+    if lr is not None and settings["directions"] == "auto":
+        raise ExperimentError("--directions auto goes without an --lr, which is then found while training")
     if lr is None and "rho" in settings:
         raise ExperimentError("--rho goes with an --lr; without one both are found while training")
     return Method(kind, kind, ("auto" if lr is None else lr,), settings)
+
+
+def _directions(text: str) -> Directions:
+    if text in ("per-example", "auto"):
+        return cast("Directions", text)
+    if not text.isdecimal() or not 1 <= int(text) < 2**16:
+        raise ExperimentError(f"--directions must be a number from 1, per-example or auto, not {text!r}")
+    return int(text)
 
 
 def _check_positive(flag: str, value: float | None) -> None:

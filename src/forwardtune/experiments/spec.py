@@ -74,9 +74,9 @@ class Method:
             self.optimizer([torch.zeros(1)], "auto")
         with torch.random.fork_rng(devices=[]):
             layer, calls = torch.nn.Linear(1, 1, bias=False), count(1.0)
-        shared = {"directions": 1} if self.settings["directions"] == "auto" else {}
-        kind: Callable[..., LineSearch] = METHODS[self.method]
-        optimizer = kind(layer.parameters(), lr=1e-3, **{**self.settings, **shared}, backend="reference")
+        found = {"directions": 1} if self.settings["directions"] == "auto" else {}  # goes with a rate that is found
+        method = replace(self, settings={**self.settings, **found})
+        optimizer = method.optimizer(layer.parameters(), 1e-3, backend="reference")
         optimizer.step(lambda: layer(torch.zeros(1, 1))[0].detach() + next(calls))
         return optimizer.queries
 

@@ -14,9 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from forwardtune.errors import NonFiniteLossError
 from forwardtune.experiments.plan import Run
@@ -76,19 +77,25 @@ def _queries(run: Run, task: Task, model: nn.Module, threads: Sequence[int]) -> 
     """Seconds per query by number of threads, in turns on the same batches, after one that warms up."""
     timed: dict[int, list[float]] = {number: [] for number in threads}
     line, spent = MeZO([torch.zeros(1)], lr=1e-3), 0.0
+    by_example = not isinstance(run.method.settings["directions"], int)
     for made in range(MOST + 1):
         batch = task.batch(batch_indices(task.examples, run.workload.batch, run.seed, made))
         for number in threads:
             torch.set_num_threads(number)
             start = time.perf_counter()
             with suppress(NonFiniteLossError):
-                line.step(partial(task.loss, model, batch))
+                line.step(partial(_mean, task, model, batch) if by_example else partial(task.loss, model, batch))
             if made:
                 timed[number].append((time.perf_counter() - start) / QUERIES)
                 spent += time.perf_counter() - start
         if made and (spent > TOO_LONG or (made >= FEWEST and spent > ENOUGH)):
             break
     return timed
+
+
+def _mean(task: Task, model: nn.Module, batch: Any) -> Tensor:
+    """The mean of the losses that a run takes apart."""
+    return task.losses(model, batch).mean()
 
 
 def seconds_per_move(optimizer: LineSearch) -> float:

@@ -89,13 +89,14 @@ class Perturbation:
         return x, y
 
 
-def example_losses(losses: Any, examples: int | None) -> list[float]:
-    """The losses of all examples, checked."""
-    if not isinstance(losses, Tensor) or losses.ndim != 1 or len(losses) != examples:
+def example_losses(losses: Any, examples: int | None = None) -> list[float]:
+    """The losses of all examples, checked; also their number, if it is known."""
+    if not isinstance(losses, Tensor) or losses.ndim != 1 or len(losses) != (examples or max(1, len(losses))):
         got = f"a tensor of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        wanted = f", {examples} of them" if examples else ""
         raise InvalidArgumentError(
-            f"with lines of their own the closure must return one loss per example, {examples} of them, not {got}; for "
-            'instance F.cross_entropy(model(x), y, reduction="none")'
+            f"with lines of their own the closure must return one loss per example{wanted}, not {got}; for instance "
+            'F.cross_entropy(model(x), y, reduction="none")'
         )
     values: list[float] = losses.detach().to(torch.float64).tolist()
     return values

@@ -66,7 +66,7 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], *, until: 
 
 def _moved(record: StepRecord) -> StepRecord:
     """With the lines that it moved along: of examples that share a line, one."""
-    return replace(record, lines=record.lines[:1], shared=False) if record.shared else record
+    return replace(record, lines=record.lines[:1]) if record.shared else record
 
 
 def _table(records: Sequence[StepRecord], groups: int, directions: int) -> dict[str, Column]:
@@ -80,6 +80,7 @@ def _table(records: Sequence[StepRecord], groups: int, directions: int) -> dict[
         "loss": np.array([r.loss for r in records], np.float64).astype(np.float32),
         "review": np.array([r.review.steps if r.review else 0 for r in records], np.uint16),
         "back": np.array([bool(r.review and r.review.back) for r in records], np.uint8),
+        "shared": np.array([r.shared for r in records], np.uint8),
     }
     for d in range(directions):
         table[f"visited.{d}"] = visited[:, d].copy()

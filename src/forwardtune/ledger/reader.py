@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from forwardtune.auto import trail_of
 from forwardtune.errors import InvalidArgumentError, LedgerError, warn
 from forwardtune.files import is_locked, translated
 from forwardtune.ledger.format import (
@@ -115,7 +116,7 @@ class RecordedRun(ABC):
     def trail(self, record: StepRecord) -> Trail:
         """The steps that a step has reviewed, with their destinations."""
         steps = record.review.steps if record.review else 0
-        before = {step: dict(enumerate(offsets)) for step, offsets in (self.header.auto or {}).get("trail", ())}
+        before = dict(trail_of(self.header.auto)) if self.header.auto else {}
         if record.step - steps < min(self.header.step, *before, record.step):
             raise LedgerError(f"step {record.step} of the ledger is invalid: it reviews steps that are not in it")
         return [
@@ -281,7 +282,8 @@ class ExportedRun(RecordedRun):
             back = "back" in self._columns and self._value("back", index) == 1
             review = Review(steps, float("nan"), float("nan"), back) if steps else None
             taken, raised, queries = kind == TAKEN, kind == RAISED, int(self._queries[index])
-            record = StepRecord(step, tuple(lines), loss, queries, taken, raised, review, self._by_example)
+            shared = "shared" in self._columns and self._value("shared", index) == 1
+            record = StepRecord(step, tuple(lines), loss, queries, taken, raised, review, self._by_example, shared)
             return checked(record, self.header.reach)
         except (KeyError, ValueError, OverflowError) as error:
             complaint = f"step {step} of the ledger is invalid ({error}); get an undamaged copy of the file"

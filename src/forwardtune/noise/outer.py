@@ -6,6 +6,8 @@ independent signs are signs that are pairwise uncorrelated, so that `E v v^T = I
 What a layer computes with such a direction costs next to nothing (`forwardtune.layers`), which is what they are for.
 
 The signs are the elements of the parameter's noise (Rademacher) along direction j: first those of `r`, then `s`, `k`.
+
+Beside them there is one direction without structure, `COMMON`: that of a common line.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ import torch
 from torch import Tensor
 
 from forwardtune.noise import distributions as D
+from forwardtune.noise.backends import reference
 from forwardtune.noise.backends.selection import choose
 from forwardtune.noise.distributions import Distribution
 from forwardtune.noise.mover import KEPT, Mover, check_number
 from forwardtune.noise.philox import MASK, philox
-from forwardtune.noise.types import Slot, Term
+from forwardtune.noise.types import COMMON, Key, Slot, Term
 
 Factors = tuple[Tensor, ...]
 """The signs of all lines in one parameter, as float32 of shape (lines, rows); beyond a vector also (lines, columns),
@@ -93,6 +96,7 @@ class OuterMover:
         self.slots, self.groups, self.seed, self.backend = tuple(slots), groups, seed, backend
         self.dimension = sum(slot.tensor.numel() for slot in slots)
         kinds = {choose(backend, slot.tensor.device) for slot in slots}
+        self._common = Mover(slots, groups, seed=seed, distribution="rademacher", backend=backend)
         self._kept: dict[tuple[int, int], list[Factors]] = {}
         self.names = sorted({"numba" if kind.name == "numba" else "reference" for kind in kinds})
 
@@ -102,11 +106,14 @@ class OuterMover:
 
     def move(self, step: int, terms: Sequence[Term]) -> None:
         """Moves all tensors along lines of a step, in one pass for going back and one for going forth."""
+        if any(term.direction == COMMON for term in terms):
+            self._common.move(step, [term._replace(direction=0) for term in terms])
+            return
         check_number("step", step)
         lines = 1 + max((term.direction for term in terms), default=-1)
         if not lines:
             return
-        check_number("direction", lines - 1)
+        check_number("direction", lines)
         offsets = torch.zeros(2, lines, self.groups, dtype=torch.float64)
         offsets[:, [term.direction for term in terms]] = torch.tensor(
             [[[-t for t in term.back] for term in terms], [list(term.forth) for term in terms]], dtype=torch.float64
@@ -127,6 +134,9 @@ class OuterMover:
     def values(self, step: int, direction: int, parameter: int) -> Tensor:
         """The direction in one parameter, as float64 on the CPU."""
         slot = next(slot for slot in self.slots if slot.parameter == parameter)
+        if direction == COMMON:
+            key, n = Key(self.seed, step, "rademacher"), slot.tensor.numel()
+            return slot.scale * reference.values(key, 0, parameter, 0, n, torch.device("cpu")).to(torch.float64)
         rows, columns = as_matrix(factors([slot], self.seed, step, direction + 1)[0])
         return slot.scale * (rows[-1][:, None] * columns[-1]).flatten().to("cpu", torch.float64)
 

@@ -10,6 +10,10 @@ from torch import Tensor
 
 from forwardtune.noise.distributions import Distribution
 
+COMMON = 2**16 - 1
+"""Among directions that are products (see `outer`), the number of the one that is not; its noise is that of direction 0
+in a run along common lines."""
+
 
 class Key(NamedTuple):
     """What the noise of a step depends on, besides direction, parameter and index."""
