@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean, median, stdev
 
@@ -12,9 +12,13 @@ from forwardtune.errors import ExperimentError
 from forwardtune.experiments.intervals import paired
 from forwardtune.experiments.report.tables import markdown
 from forwardtune.experiments.result import rate_name
-from forwardtune.experiments.scoring import MethodScore, RateScore, WorkloadScore, score
+from forwardtune.experiments.scoring import ComparisonScore, MethodScore, RateScore, WorkloadScore, score
 from forwardtune.experiments.summary import count, number
 from forwardtune.reproduction.page import origin, results_of
+from forwardtune.scales import SCALES
+
+GRIDS = ("VS2P", "MeZO", "STP")
+"""Methods that have grids of rates."""
 
 INTRODUCTION = """# No rate to choose: what it comes to
 
@@ -43,15 +47,61 @@ def rates_page(folder: Path) -> str:
             f"{folder} holds no results of the presets {', '.join(names)}; make some by `forwardtune compare --preset "
             f"{names[0]} --out {folder}/{names[0]}`"
         )
-    parts = [INTRODUCTION.format(folder=folder)]
-    for name, results in made.items():
-        scores = score(presets.load(name), results)
+    scored = {name: score(presets.load(name), results) for name, results in made.items()}
+    parts = [INTRODUCTION.format(folder=folder), *_summary(scored)]
+    for name, scores in scored.items():
         parts.append(f"## {scores.spec.title}\n\nPreset `{name}`. {' '.join(scores.spec.description.split())}\n")
         if scores.missing:
             parts.append(f"{count(scores.missing, 'run')} missing.\n")
         parts += [_workload(workload) for workload in scores.workloads if workload.results]
         parts.append(f"{origin(scores)}\n")
     return "\n".join(parts)
+
+
+def _summary(scored: Mapping[str, ComparisonScore]) -> Iterator[str]:
+    """Two tables: what finding the rate gains, and what units of the weights' own size do."""
+    every = [
+        (name.partition("/")[2], workload)
+        for name, scores in scored.items()
+        for workload in scores.workloads
+        if workload.results
+    ]
+    yield "## In short\n"
+    yield "Training loss without a rate, against each method at the best of its rates in either units, and at a guess.\n"
+    header = ["preset", "without a rate", *(f"{name}, best" for name in GRIDS), *(f"{name}, a guess" for name in GRIDS)]
+    rows = []
+    for name, workload in every:
+        for auto in (method for method in workload.methods if method.method.is_auto and method.best):
+            assert auto.best is not None
+            ours, grids = auto.best.mean_loss, [_grid(workload, kind) for kind in GRIDS]
+            best = [_share(ours, min(losses, default=math.nan)) for losses in grids]
+            guess = [_share(ours, median(losses)) if losses else "" for losses in grids]
+            rows.append([name, auto.method.title, *best, *guess])
+    yield markdown(header, rows) + "\n"
+    yield "Training loss in units of the weights' own size against absolute units, each at its best rate.\n"
+    rows = []
+    for name, workload in every:
+        cells = []
+        for kind in GRIDS:
+            relative, absolute = (min(_grid(workload, kind, scale), default=math.nan) for scale in SCALES)
+            cells.append(_share(relative, absolute))
+        rows.append([name, *cells])
+    yield markdown(["preset", *GRIDS], rows) + "\n"
+
+
+def _grid(workload: WorkloadScore, kind: str, scale: str | None = None) -> list[float]:
+    """The loss of every rate of a method, in these units or in any."""
+    return [
+        rate.mean_loss
+        for score in workload.methods
+        if score.method.method == kind and not score.method.is_auto and scale in (None, score.method.scale)
+        for rate in score.rates
+        if rate.is_complete
+    ]
+
+
+def _share(ours: float, other: float) -> str:
+    return f"{ours / other - 1:+.0%}" if math.isfinite(ours) and other > 0 else ""
 
 
 def _workload(workload: WorkloadScore) -> str:
