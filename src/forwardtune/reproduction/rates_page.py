@@ -67,7 +67,7 @@ def _summary(scored: Mapping[str, ComparisonScore]) -> Iterator[str]:
         if workload.results
     ]
     yield "## In short\n"
-    yield "Training loss without a rate, against each method at the best of its rates in either units, and at a guess.\n"
+    yield "Training loss without a rate, against each method at the best of its rates in either units and at a guess.\n"
     header = ["preset", "without a rate", *(f"{name}, best" for name in GRIDS), *(f"{name}, a guess" for name in GRIDS)]
     rows = []
     for name, workload in every:
