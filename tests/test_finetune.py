@@ -2,10 +2,12 @@
 
 import csv
 import json
+import math
 import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,14 @@ import forwardtune as ft
 from forwardtune.cli.main import app
 from forwardtune.errors import ExperimentError, LedgerError
 from forwardtune.experiments import runner
+from forwardtune.experiments.result import Curve
+from forwardtune.finetuning.kept import kept
 from forwardtune.finetuning.tuned import Tuned
+from forwardtune.tasks.task import Scores
 from forwardtune.tasks.texts.models import PretrainedModel
+from forwardtune.tasks.texts.task import TextTask
 from tests.helpers import tiny
+from tests.helpers.comparisons import made_up
 
 from transformers import AutoModelForCausalLM  # isort: skip
 
@@ -40,7 +47,7 @@ def home(tmp_path, monkeypatch):
 
 TABLES = "--train train.csv --test test.jsonl"
 QUESTION = "--template '{text} It was' --word bad --word good"
-LENGTH = "--steps 40 --evaluations 2 --threads 1"
+LENGTH = "--steps 40 --evaluations 2 --threads 1 --keep last"
 USUAL = f"{TABLES} {QUESTION} {LENGTH}"
 
 
@@ -117,6 +124,47 @@ def test_every_kind_of_result_answers_as_it_was_evaluated(home, monkeypatch, mor
     )
 
 
+@pytest.mark.parametrize("best", [0, 1, 2])
+def test_the_best_evaluation_is_saved(home, monkeypatch, best):
+    """By walking to it along the ledger, which then is the run up to there."""
+    evaluate, made = TextTask.evaluate, []
+
+    def evaluated(self, model):
+        made.append(evaluate(self, model))
+        return replace(made[-1], metrics={**made[-1].metrics, "accuracy": 0.9 if len(made) == best + 1 else 0.5})
+
+    monkeypatch.setattr(TextTask, "evaluate", evaluated)
+    said = run("finetune --model model --lr 20", USUAL.replace("--keep last", ""))
+    run("finetune --model model --lr 20 --out last --quiet", USUAL)
+    settings, card = (
+        json.loads((home / "tuned" / "forwardtune.json").read_text()),
+        (home / "tuned" / "README.md").read_text(),
+    )
+    assert settings["final"]["accuracy"] == 0.9
+    assert settings["final"]["train_loss"] == made[best].train_loss
+    assert ft.ledger.read(home / "tuned" / "run.ledger").end == 20 * best
+    assert ("the best evaluation" in card) == (best < 2)
+    assert ("saved is the best evaluation, after 40 queries; the last has accuracy 50.0" in said) == (best == 1)
+    assert ("no evaluation was better than before tuning" in said) == (best == 0)
+    saved = {name: load_file(home / name / "model.safetensors") for name in ("tuned", "last", "model")}
+    base = AutoModelForCausalLM.from_pretrained(home / "model")
+    ft.replay(base, home / "last" / "run.ledger", until=20 * best)
+    assert all(torch.equal(saved["tuned"][name], p) for name, p in base.named_parameters())
+    same = [torch.equal(saved["tuned"][name], weight) for name, weight in saved["last"].items()]
+    assert all(same) == (best == 2)
+    with pytest.raises(ExperimentError, match="tuned holds the result of another run"):
+        run("finetune --model model --lr 20", USUAL)
+
+
+def test_of_equal_evaluations_the_lowest_loss_is_best():
+    scores = [
+        Scores(1.0, loss, {"accuracy": right}) for loss, right in ((3, 0.5), (1, 0.7), (0.9, 0.7), (0.1, math.nan))
+    ]
+    result = made_up(Curve((0, 10, 20, 30), tuple(scores)))
+    assert kept(result, "best") == (20, scores[2], False)
+    assert kept(result, "last") == (30, scores[3], True)
+
+
 def test_a_stopped_run_goes_on(home, monkeypatch):
     run("finetune --model model --lr 20 --out whole --quiet", USUAL)
     step, made = runner._RunUnderWay._step, []
@@ -150,6 +198,7 @@ def test_a_stopped_run_goes_on(home, monkeypatch):
         ("--model model --train none.csv", "there is no file at .*none.csv"),
         ("--model model --train train.csv --text-column body", r"there is no column 'body', only 'text', 'label'"),
         ("--model model --train train.csv --rho 0.1", "--rho goes with an --lr"),
+        ("--model model --train train.csv --keep first", "keep 'first' is not known"),
         ("--model model --train train.csv --directions 0", "--directions must be a number from 1, per-example or auto"),
         ("--model model --train train.csv --directions auto --lr 1", "--directions auto goes without an --lr"),
         ("--model model --train train.csv --lr -1", "--lr must be above zero and finite, not -1"),

@@ -25,6 +25,7 @@ from forwardtune.experiments.spec import Method
 from forwardtune.experiments.store import Store
 from forwardtune.finetuning import pace as paces
 from forwardtune.finetuning.budget import Budget, BudgetFile, fitted
+from forwardtune.finetuning.kept import kept
 from forwardtune.finetuning.pace import Pace, measure, seconds_per_move
 from forwardtune.noise import Mover
 from forwardtune.tasks.task import Scores
@@ -436,7 +437,7 @@ def test_what_a_run_came_to(tables):
     def told(losses, accuracies):
         scores = [Scores(loss, loss, {"accuracy": a, "f1": a}) for loss, a in zip(losses, accuracies, strict=True)]
         result = replace(made, curve=Curve((0, 60), tuple(scores)), final=scores[-1], plateaus=0)
-        return [(line, style) for line, style in outcome(result, 2)][1:]
+        return [(line, style) for line, style in outcome(result, kept(result, "last"), 2)][1:]
 
     assert told([0.7, 0.6], [0.5, 0.5]) == []
     flat, advice = told([0.7, 0.7], [0.5, 0.6])

@@ -18,6 +18,7 @@ from forwardtune.toml_tables import one_of
 if TYPE_CHECKING:
     from forwardtune.arguments import Directions
     from forwardtune.experiments.spec import Method
+    from forwardtune.finetuning.kept import Keep
 
 METHODS_HERE = ("VS2P", "MeZO", "STP")
 """Those that find their rate while training."""
@@ -78,6 +79,9 @@ def finetune(
         int | None,
         typer.Option(min=1, help="How often to evaluate on the test set.", show_default="10; with --minutes at most"),
     ] = None,
+    keep: Annotated[
+        str, typer.Option(help="Which weights to save: best, at the best evaluation on the test set, or last.")
+    ] = "best",
     test_examples: Annotated[int, typer.Option(min=0, help="On how many of its examples; 0 means all.")] = 0,
     max_length: Annotated[int, typer.Option(min=8, help="Maximum tokens per example.")] = 128,
     pad_token: Annotated[
@@ -106,6 +110,7 @@ def finetune(
     from forwardtune.experiments.result import scores_to_json
     from forwardtune.experiments.spec import DECAYS, LEAST_AUTO
     from forwardtune.finetuning.budget import EVALUATIONS
+    from forwardtune.finetuning.kept import KEEPS
     from forwardtune.finetuning.tune import finetune as make
     from forwardtune.finetuning.tuned import LEDGER, SETTINGS
     from forwardtune.tasks import Sources, TextWorkload
@@ -159,9 +164,10 @@ def finetune(
     )
     if decay is not None:
         one_of("decay", decay, DECAYS)
+    one_of("keep", keep, KEEPS)
     listener = listener_for(quiet, json) if quiet or json else Tuning()
     with interruptible(), listener:
-        result = make(
+        result, kept = make(
             Run(workload, by, by.lr[0], seed, "none" if by.is_auto else decay or "cosine"),
             out,
             Sources(data, Path(), download),
@@ -169,16 +175,17 @@ def finetune(
             threads=threads,
             minutes=minutes,
             evaluations=evaluations,
+            keep=cast("Keep", keep),
             tell=listener,
         )
     if ledger:
         ledger.parent.mkdir(parents=True, exist_ok=True)
         ledger.write_bytes((out / LEDGER).read_bytes())
     if json:
-        final = scores_to_json(result.final)
-        print(json_lines.dumps({"event": "saved", "model": str(out), "final": final}))
+        final = scores_to_json(kept.scores)
+        print(json_lines.dumps({"event": "saved", "model": str(out), "queries": kept.queries, "final": final}))
         return
-    for line, style in outcome(result, by.queries_per_step):
+    for line, style in outcome(result, kept, by.queries_per_step):
         console.print(line, markup=False, style=style)
     console.print(f"saved: {out}\ntry it: forwardtune predict --model {out} --text '...'", markup=False)
 

@@ -11,6 +11,7 @@ from forwardtune.cli.progress import Live
 from forwardtune.cli.remaining import clock_time
 from forwardtune.experiments.events import Estimated, Evaluated, Event, Finished, Measuring, Started
 from forwardtune.experiments.result import RunResult
+from forwardtune.finetuning.kept import Kept
 from forwardtune.tasks.task import Scores
 
 FALLEN = 0.99
@@ -19,6 +20,8 @@ TRY = (
     "more steps (--steps, --minutes), a larger --batch, another --lr or --scale, another question (--template, --word) "
     "or --setup"
 )
+
+TRY_LAST = "--keep last saves the last weights instead"
 
 
 class Tuning(Live):
@@ -93,21 +96,27 @@ def _long(seconds: float) -> str:
     return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
 
 
-def outcome(result: RunResult, queries_per_step: int) -> Iterator[tuple[str, str]]:
+def outcome(result: RunResult, kept: Kept, queries_per_step: int) -> Iterator[tuple[str, str]]:
     """What a run came to, in lines with their styles."""
-    changes = {name: (result.curve.column(name)[0], result.final.metrics[name]) for name in result.metrics}
+    changes = {name: (result.curve.column(name)[0], kept.scores.metrics[name]) for name in result.metrics}
     told = ", ".join(f"{name} {100 * before:.1f} to {100 * after:.1f}" for name, (before, after) in changes.items())
     majority = f" (majority class {100 * result.data.majority:.1f})" if result.data.majority else ""
     yield f"test {told}{majority}", ""
     steps = result.queries // queries_per_step
     if 2 * result.plateaus > steps:
         yield f"{result.plateaus} of {steps} steps saw no difference at all: raise --batch", "yellow"
-    first, last = result.curve.column("train_loss")[0], result.final.train_loss
     before, after = changes[result.metric]
+    end = result.final.metrics[result.metric]
+    if kept.queries == 0:
+        yield f"no evaluation was better than before tuning: the model is saved as it was ({TRY_LAST})", "red"
+    elif not kept.is_last:
+        then = f"the last has {result.metric} {100 * end:.1f}"
+        yield f"saved is the best evaluation, after {kept.queries:,} queries; {then}", ""
     if after < before:
         yield f"the test {result.metric} ended below where it began: {100 * before:.1f} to {100 * after:.1f}", "red"
+    first, last = result.curve.column("train_loss")[0], result.final.train_loss
     if not last <= FALLEN * first:
         how = "has hardly fallen" if last < first else "has not fallen"
         yield f"the training loss {how}: {first:.4g} to {last:.4g}", "yellow"
-    if after < before or not last <= FALLEN * first:
+    if kept.queries == 0 or after < before or not last <= FALLEN * first:
         yield f"try {TRY}", "yellow"

@@ -7,22 +7,25 @@ from pathlib import Path
 
 from forwardtune.experiments.plan import Run
 from forwardtune.experiments.result import RunResult, rate_name
+from forwardtune.finetuning.kept import Kept
 from forwardtune.tasks.texts.task import TextTask
 
 
-def card(run: Run, task: TextTask, result: RunResult) -> str:
+def card(run: Run, task: TextTask, result: RunResult, kept: Kept) -> str:
     """The model in a page of Markdown."""
     workload = task.workload
     name = Path(workload.weights).name
     tuned = "all its weights" if workload.adapter == "none" else f"an adapter ({workload.adapter})"
     rows = "\n".join(
-        f"| {metric} | {100 * result.curve.column(metric)[0]:.1f} | {100 * result.final.metrics[metric]:.1f} |"
+        f"| {metric} | {100 * result.curve.column(metric)[0]:.1f} | {100 * kept.scores.metrics[metric]:.1f} |"
         for metric in task.metrics
     )
     majority = result.data.majority
     always = f"\nAlways answering the majority class has an accuracy of {100 * majority:.1f}.\n" if majority else ""
     examples = min(workload.test_examples or task.tests, task.tests)
     settings = ", ".join(f"{key} {value}" for key, value in run.method.settings.items())
+    selected = f"\nThese are the weights after {kept.queries:,} of them, the best evaluation on the test examples."
+    selected = "" if kept.is_last else selected
     return f"""---
 library_name: {"peft" if workload.adapter != "none" else "transformers"}
 base_model: {workload.weights}
@@ -32,7 +35,7 @@ tags: [forwardtune, text-classification]
 # {name}, tuned to {workload.name}
 
 {name} with {tuned} tuned by forward passes only: {result.queries:,} queries of {run.method.method} on batches of
-{workload.batch} examples (lr {rate_name(run.lr)}, {settings}, {run.decay} decay, seed {run.seed}).
+{workload.batch} examples (lr {rate_name(run.lr)}, {settings}, {run.decay} decay, seed {run.seed}).{selected}
 
 On {examples:,} test examples (%):
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from forwardtune import ledger as ledgers
 from forwardtune.errors import ExperimentError, LedgerError
@@ -24,6 +23,7 @@ from forwardtune.experiments.store import Store, read_json
 from forwardtune.files import temporary, translated, write_json, write_text
 from forwardtune.finetuning.budget import Budget, BudgetFile, fitted
 from forwardtune.finetuning.card import card
+from forwardtune.finetuning.kept import Keep, Kept, kept
 from forwardtune.finetuning.pace import Pace, measure
 from forwardtune.finetuning.tuned import FORMAT, LEDGER, NEW, SETTINGS, Settings
 from forwardtune.tasks import Sources, TextWorkload, prepare
@@ -40,9 +40,10 @@ def finetune(
     threads: int | None = None,
     minutes: float | None = None,
     evaluations: int | None = None,
+    keep: Keep = "best",
     tell: Tell = ignore,
-) -> RunResult:
-    """Makes the run, or what is left of it, and saves the model that it leads to.
+) -> tuple[RunResult, Kept]:
+    """Makes the run, or what is left of it, and saves the model that it leads to, at its best evaluation or its end.
 
     With `minutes` the run's budget, and unless `evaluations` is given their number, is planned for that time. Without
     `threads` their number is the better one of 1 and the free cores.
@@ -51,8 +52,10 @@ def finetune(
     file = BudgetFile(out / "run" / "budgets", run, minutes, evaluations)
     budget = file.read()
     planned = budget.of(run) if budget else run if minutes is None else None
-    if settings.exists() and (planned is None or read_json(settings).get("run") != planned.id):
-        raise ExperimentError(f"{out} holds the result of another run; choose another folder with --out")
+    if settings.exists():
+        saved = read_json(settings)
+        if planned is None or (saved.get("run"), saved.get("keep", "last")) != (planned.id, keep):
+            raise ExperimentError(f"{out} holds the result of another run; choose another folder with --out")
     if out.exists() and not (out / "run").is_dir() and any(out.iterdir()):
         raise ExperimentError(f"{out} is not empty; choose another folder with --out")
     task = prepare(run.workload, sources, device)
@@ -72,7 +75,7 @@ def finetune(
             torch.set_num_threads(threads or min(budget.pace.threads if budget else 1, cores.allowed()))
         if budget and store.result(planned.id) is None:
             tell(budget.estimate)
-        return _made(planned, task.with_workload(planned.workload), store, out, tell, ready)
+        return _made(planned, task.with_workload(planned.workload), store, out, keep, tell, ready)
 
 
 def _measured(run: Run, task: TextTask, store: Store, threads: int | None, tell: Tell) -> tuple[Pace, Ready]:
@@ -84,7 +87,9 @@ def _measured(run: Run, task: TextTask, store: Store, threads: int | None, tell:
     return pace, Ready(model, evaluation)
 
 
-def _made(run: Run, task: TextTask, store: Store, out: Path, tell: Tell, ready: Ready | None) -> RunResult:
+def _made(
+    run: Run, task: TextTask, store: Store, out: Path, keep: Keep, tell: Tell, ready: Ready | None
+) -> tuple[RunResult, Kept]:
     live, is_saved = store.ledger(run.id), (out / SETTINGS).exists()
     if not is_saved:
         _link(live, out / LEDGER, tell)
@@ -95,13 +100,14 @@ def _made(run: Run, task: TextTask, store: Store, out: Path, tell: Tell, ready: 
             f"the run diverged: {result.reason}. Its evaluations are in {store.runs / run.id}.json; try "
             "again in another folder, with a smaller --lr if it had one"
         )
+    chosen = kept(result, keep)
     with translated(ExperimentError, f"{out} cannot be written"):
         if not is_saved:
-            _save(run, task, store, executed, out)
+            _save(run, task, store, executed, out, keep, chosen)
         elif not _is_sound(out / LEDGER):
-            _export(live, out / LEDGER)
+            _export(live, out / LEDGER, chosen)
             tell(Noted(f"{out / LEDGER} was missing or damaged; it is exported again from {live}"))
-    return result
+    return result, chosen
 
 
 def _link(live: Path, name: Path, tell: Tell) -> None:
@@ -115,10 +121,10 @@ def _link(live: Path, name: Path, tell: Tell) -> None:
         tell(Noted(f"{name} cannot be made a link ({error}); until the run ends its ledger is {live}"))
 
 
-def _export(live: Path, name: Path) -> None:
+def _export(live: Path, name: Path, chosen: Kept) -> None:
     new = temporary(name)
     new.unlink(missing_ok=True)
-    ledgers.export(live, new)
+    ledgers.export(live, new, until=None if chosen.is_last else chosen.step(live))
     os.replace(new, name)
 
 
@@ -130,30 +136,29 @@ def _is_sound(file: Path) -> bool:
     return True
 
 
-def _save(run: Run, task: TextTask, store: Store, executed: Executed, out: Path) -> None:
+def _save(run: Run, task: TextTask, store: Store, executed: Executed, out: Path, keep: Keep, chosen: Kept) -> None:
     base, live = store.base(task.base_id), store.ledger(run.id)
-    model: Any = executed.model or _replayed(task, base, live)
+    model: Any = executed.model if chosen.is_last else None
+    if model is None:
+        until = None if chosen.is_last else chosen.step(live)
+        model = ledgers.replay(task.start(base), live, until=until)
     with quiet():
         model.cpu().save_pretrained(out)
         task.language.tokenizer.save_pretrained(out)
     if load_file(base):
         shutil.copyfile(base, out / NEW)
-    _export(live, out / LEDGER)
-    write_text(out / "README.md", card(run, task, executed.result))
+    _export(live, out / LEDGER, chosen)
+    write_text(out / "README.md", card(run, task, executed.result, chosen))
     write_json(
         out / SETTINGS,
         {
             "format": FORMAT,
             "run": run.id,
+            "keep": keep,
             **asdict(_settings(task)),
-            "final": scores_to_json(executed.result.final),
+            "final": scores_to_json(chosen.scores),
         },
     )
-
-
-def _replayed(task: TextTask, base: Path, live: Path) -> nn.Module:
-    """The tuned model of a run that an earlier process finished, but did not save."""
-    return ledgers.replay(task.start(base), live)
 
 
 def _settings(task: TextTask) -> Settings:
