@@ -78,7 +78,7 @@ def replays(folder: Path, steps: int, rounds: int) -> list[dict]:
 
 def small_replays(folder: Path, rounds: int, steps: int = 500) -> list[dict]:
     """Units make no difference; `lr="auto"` makes about three times the moves."""
-    runs = {"absolute": {}, "relative": {"scale": "relative"}, "auto": {"lr": "auto"}}
+    runs = {"absolute": {"scale": "absolute"}, "relative": {"scale": "relative"}, "auto": {"lr": "auto"}}
     candidates = {}
     for name, settings in runs.items():
         model, _ = deep()

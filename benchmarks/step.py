@@ -32,10 +32,10 @@ def main() -> None:
         # All rivals tune the same weights in turn; the values do not change what a pass costs.
         steps = {
             BASELINE: models.two_forward_passes(model, closure),
-            "VS2P, rademacher": models.vs2p(model, closure),
+            "VS2P, rademacher": models.vs2p(model, closure, scale="absolute"),
             "VS2P, relative": models.vs2p(model, closure, scale="relative"),
             "VS2P, auto": models.vs2p(model, closure, lr="auto"),
-            "VS2P, normal": models.vs2p(model, closure, distribution="normal"),
+            "VS2P, normal": models.vs2p(model, closure, scale="absolute", distribution="normal"),
             "published MeZO": models.published_mezo(model, closure),
             "AdamW with backward": models.adamw(model, closure),
         }

@@ -1,9 +1,11 @@
 """Results that stay: compact, checked, and never made twice."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from forwardtune import presets
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments.comparison import Machine, compare
 from forwardtune.experiments.evidence import Evidence
@@ -100,3 +102,13 @@ def test_a_line_that_is_no_result_is_named(made, tmp_path, damage, message):
         ExperimentError, match=f"line 2 of .*bad.jsonl {message}.*; remove it, and the run will be made"
     ):
         Evidence(tmp_path / "bad.jsonl")
+
+
+def test_what_is_kept_here_is_what_its_presets_ask_for():
+    """A change of how runs are described would orphan all evidence."""
+    for file in sorted(Path(__file__).parents[1].glob("evidence/*/*.jsonl")):
+        spec = presets.load(f"{file.parent.name}/{file.stem}")
+        ids = {run.id for run in plan(spec, {method.label: method.lr[0] for method in spec.methods})}
+        kept = {json.loads(line)["id"] for line in file.read_text().splitlines()}
+        assert kept <= ids
+        assert len(kept) > len(ids) / 2

@@ -199,7 +199,7 @@ def test_a_stopped_run_goes_on(home, monkeypatch):
         ("--model model --train train.csv --text-column body", r"there is no column 'body', only 'text', 'label'"),
         ("--model model --train train.csv --rho 0.1", "--rho goes with an --lr"),
         ("--model model --train train.csv --keep first", "keep 'first' is not known"),
-        ("--model model --train train.csv --directions 0", "--directions must be a number from 1, per-example or auto"),
+        ("--model model --train train.csv --directions 0", "--directions must be a whole number from 1 to 65535"),
         ("--model model --train train.csv --directions auto --lr 1", "--directions auto goes without an --lr"),
         ("--model model --train train.csv --lr -1", "--lr must be above zero and finite, not -1"),
         ("--model model --train train.csv --lr 1 --rho -1", "--rho must be above zero and finite, not -1"),

@@ -178,7 +178,7 @@ def test_a_move_is_timed_on_all_weights_in_portions(task, tmp_path, monkeypatch)
 
     monkeypatch.setattr(Mover, "move", counted)
     monkeypatch.setattr(paces, "PORTION", 5000)
-    assert 0 < seconds_per_move(optimizer) < 1
+    assert 0 < seconds_per_move(optimizer, 8) < 1
     timed = [(weights, size) for step, weights, size in moved if step == 1]
     assert sum(weights for weights, _ in timed) == optimizer.field.dimension == 6224
     assert len(timed) > 3

@@ -32,8 +32,8 @@ def test_auto_stands_beside_every_grid(tmp_path):
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     by_name = {row[0]: row[1:] for row in rows}
     # of VS2P's twenty rates the best has 1.04 and the median is 1.99, between its relative and its absolute ones
-    assert ["digits", "VS2P auto", "-12%", "-40%", "-77%", "-54%", "-64%", "-81%"] in rows
-    assert by_name["digits"] == ["-49%", "-49%", "+0%"]
+    assert ["auto/digits", "VS2P auto", "-12%", "-40%", "-77%", "-54%", "-64%", "-81%"] in rows
+    assert by_name["auto/digits"] == ["-49%", "-49%", "+0%"]
     assert by_name["**VS2P auto**"] == ["none", "0.920 ± 0.016", "50.0 ± 0.0", "found", ""]
     # ten rates: the median of 1.0 to 1.9 (and 0.04 for the seeds) is 1.49
     assert by_name["VS2P relative"] == ["10", "1.04 ± 0.032", "50.0 ± 0.0", "2, an end of its grid", "1.49"]

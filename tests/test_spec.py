@@ -210,3 +210,12 @@ def test_presets(name):
         assert {w.network for w in spec.workloads} == {w.network for w in full.workloads}
         steps = {tuple(round(b / a, 6) for a, b in zip(m.lr, m.lr[1:], strict=False)) for m in spec.methods}
         assert len(steps) == 1
+
+
+def test_lines_that_are_found_need_a_rate_that_is():
+    with pytest.raises(ExperimentError, match='directions="auto" needs lr="auto"'):
+        parse(
+            TEXT.replace("batch = 8", 'batch = 8\ndistribution = "rademacher"').replace(
+                'method = "VS2P"', 'method = "VS2P"\ndirections = "auto"'
+            )
+        )

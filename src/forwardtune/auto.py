@@ -19,7 +19,7 @@ with a gain that falls. As training goes on and slopes drown in the noise of bat
 all see the same loss, as those of an accuracy may, makes it a little larger.
 
 *Lines.* With ``directions="auto"`` all examples share a line at first, and the products of their slopes tell how their
-gradients agree. Where that promises enough, lines of their own are tried for as many steps. What a step gains is in
+gradients agree. Where that promises enough, lines of their own are tried for as many steps. The noise of a step is in
 proportion to `B gamma^2` of the mean loss along a shared line, and to `gamma_i^2` of the examples along their own: if
 the former is `WORTH` times the latter, each example has its own line from then on, else they share one for good.
 
@@ -78,9 +78,9 @@ def start(directions: Directions = 1) -> Auto:
     number of the first direction), of which `since` came after the last review;
     `losses` has those of the last steps, infinite where a step was not taken. `slope` is the mean size of the slopes
     that were surveyed, of one line. Where lines are `by_example`, `agreement` has sums over the surveys: of products of
-    the slopes of two examples, and of squares; while a line is `shared`, over the last `asked` steps. `trial` has, of
-    steps that try lines of their own, their number and sums of mean squared slopes and of the part of slopes that are
-    zero; None where there is nothing to be found out.
+    the slopes of two examples, and of squares; while a line is `shared`, over the last `asked` steps. `trial` has
+    the sum of `B gamma^2` over those steps and, of steps that try lines of their own, their number, sums of `gamma_i^2`
+    and of the part of slopes that are zero, and the `slope` before them; None where there is nothing to be found out.
     """
     return {
         "r": START,
@@ -96,7 +96,7 @@ def start(directions: Directions = 1) -> Auto:
         "agreement": (0.0, 0.0),
         "shared": directions == "auto",
         "asked": 0,
-        "trial": (0, 0.0, 0.0) if directions == "auto" else None,
+        "trial": (0.0, 0, 0.0, 0.0, 0.0) if directions == "auto" else None,
     }
 
 
@@ -118,7 +118,7 @@ def trail_of(auto: Mapping[str, Any]) -> Trail:
     """The steps that a review would be about."""
     return [
         (step, {sum(first) + j: tuple(own) for j, own in enumerate(offsets)})
-        for step, offsets, *first in auto["trail"]  # states of before common lines were told apart lack the first
+        for step, offsets, *first in auto["trail"]  # which older states lack
     ]
 
 
@@ -158,7 +158,7 @@ def after_step(auto: Auto, record: StepRecord) -> Auto:
     if is_surveying(auto):
         return auto if record.raised else _after_survey(auto, record)
     auto = _trailing(auto, record)
-    if auto["trial"] and record.taken:
+    if auto["trial"] and record.taken and len(record.lines) > 1 and record.offsets[0]:
         auto = _after_shared(auto, record) if record.shared else _after_trial(auto, record)
     if not record.taken and not record.raised:  # perhaps the weights are to blame: review at once
         return {**auto, "r": auto["r"] / 2, "since": SPAN}
@@ -182,7 +182,7 @@ def _after_survey(auto: Auto, record: StepRecord) -> Auto:
         return {**auto, "r": r / 10, "surveyed": (), "ceiling": r}
     surveyed, lines = auto["surveyed"], [groups[0].losses for groups in record.lines]
     if auto["by_example"]:
-        auto = {**auto, "agreement": _agreeing(auto, lines)}
+        auto = {**auto, "agreement": _agreeing(auto, [plus - minus for plus, minus, _ in lines])}
         lines = [tuple(map(fmean, zip(*lines, strict=True)))]
     for plus, minus, here in lines:
         surveyed = (*surveyed, (abs(plus - minus) / 2, (plus + minus - 2 * here) / 2))
@@ -197,44 +197,41 @@ def _after_survey(auto: Auto, record: StepRecord) -> Auto:
         return {**auto, "r": START, "surveyed": None}
     best = r * linear / (2 * curved) if felt else r
     slope = linear / len(surveyed) / r * _steeper(auto, len(record.lines))
-    auto = {**auto, "r": best / 2 * _gain(auto, len(record.lines)), "slope": slope, "surveyed": None}
-    return {**auto, "agreement": (0.0, 0.0)} if auto["shared"] else auto
+    return {**auto, "r": best / 2 * _gain(auto, len(record.lines)), "slope": slope, "surveyed": None}
 
 
 def _after_shared(auto: Auto, record: StepRecord) -> Auto:
     """The state after a step along a shared line, if it is not known yet whether lines of their own are better."""
-    if auto["asked"] == ENOUGH:
-        auto = {**auto, "asked": 0, "agreement": (0.0, 0.0)}
-    auto = {**auto, "asked": auto["asked"] + 1, "agreement": _agreeing(auto, _differences(record))}
-    gain = _agreed(auto, len(record.lines))
-    if auto["asked"] < ENOUGH or gain < WORTH:
+    common, *tried = auto["trial"]
+    if auto["asked"] in (0, ENOUGH):  # a new window, without the surveys or the window before
+        auto, common = {**auto, "asked": 0, "agreement": (0.0, 0.0)}, 0.0
+    slopes, n = _slopes(record), len(record.lines)
+    common += n * fmean(slopes) ** 2
+    agreed = _agreeing(auto, slopes)
+    auto = {**auto, "asked": auto["asked"] + 1, "agreement": agreed, "trial": (common, *tried)}
+    if auto["asked"] < ENOUGH or not common > WORTH * agreed[1]:
         return auto
-    return _with_lines(auto, len(record.lines), shared=False)
+    steeper = math.sqrt(n * agreed[1] / common)
+    return {**auto, "shared": False, "trial": (common, 0, 0.0, 0.0, auto["slope"]), "slope": auto["slope"] * steeper}
 
 
 def _after_trial(auto: Auto, record: StepRecord) -> Auto:
     """The state after a step that tries lines of their own."""
-    steps, squares, zeros = auto["trial"]
-    slopes, n = [plus - minus for plus, minus in _differences(record)], len(record.lines)
-    squares += fmean(slope * slope for slope in slopes)
-    trial = steps + 1, squares, zeros + fmean(slope == 0 for slope in slopes)
-    if trial[0] < ENOUGH:
-        return {**auto, "trial": trial}
-    products, shared_squares = auto["agreement"]
-    gain = ((n - 1) * products + shared_squares) / squares if squares else 0.0
-    is_worth_it = gain >= WORTH and 2 * trial[2] < ENOUGH
-    return {**(auto if is_worth_it else _with_lines(auto, n, shared=True)), "trial": None}
+    common, steps, squares, zeros, slope = auto["trial"]
+    slopes = _slopes(record)
+    steps, squares = steps + 1, squares + fmean(own * own for own in slopes)
+    zeros += fmean(own == 0 for own in slopes)
+    if steps < ENOUGH:
+        return {**auto, "trial": (common, steps, squares, zeros, slope)}
+    if common >= WORTH * squares and 2 * zeros < steps:
+        return {**auto, "trial": None}
+    return {**auto, "trial": None, "shared": True, "slope": slope}
 
 
-def _with_lines(auto: Auto, examples: int, *, shared: bool) -> Auto:
-    """The state of a run whose examples from now on have lines of their own, or share one again."""
-    steeper = math.sqrt(examples / _agreed(auto, examples))
-    return {**auto, "shared": shared, "slope": auto["slope"] * (1 / steeper if shared else steeper)}
-
-
-def _differences(record: StepRecord) -> list[tuple[float, ...]]:
-    """The losses of all examples at the first two probes, in units of their distance: their slopes are differences."""
-    return [tuple(loss / groups[0].offsets[0] for loss in groups[0].losses[:2]) for groups in record.lines]
+def _slopes(record: StepRecord) -> list[float]:
+    """Of all examples, by their first two probes."""
+    lines = [groups[0] for groups in record.lines]
+    return [(line.losses[0] - line.losses[1]) / (line.offsets[0] - line.offsets[1]) for line in lines]
 
 
 def agreement(auto: Auto) -> float | None:
@@ -243,9 +240,9 @@ def agreement(auto: Auto) -> float | None:
     return products / squares if squares else None
 
 
-def _agreeing(auto: Auto, lines: Sequence[tuple[float, ...]]) -> tuple[float, float]:
+def _agreeing(auto: Auto, slopes: Sequence[float]) -> tuple[float, float]:
     """With the slopes of examples along a line that they share, whose products are those of their gradients."""
-    slopes, n = [plus - minus for plus, minus, *_ in lines], len(lines)
+    n = len(slopes)
     squares = math.fsum(slope * slope for slope in slopes) / n
     products = (n * fmean(slopes) ** 2 - squares) / (n - 1) if n > 1 else 0.0
     return auto["agreement"][0] + products, auto["agreement"][1] + squares

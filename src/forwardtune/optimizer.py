@@ -222,7 +222,8 @@ class LineSearch(RunState):
                 if isinstance(self.directions, int):
                     taken = searches.run(partial(_query, line, objective), self.directions)
                 elif self.shares_lines:
-                    taken = searches.run_shared(partial(_shared_losses, line, objective))
+                    check = self._perturbation(field, step) if self._is_surveying else None
+                    taken = searches.run_shared(partial(_shared_losses, line, check, objective))
                 else:
                     taken = searches.run_together(partial(_losses, self._perturbation(field, step), objective))
                 if not taken:
@@ -290,7 +291,7 @@ class LineSearch(RunState):
             field.slots,
             [names.get(slot.tensor.data_ptr(), f"parameter {slot.parameter}") for slot in field.slots],
             partial(field.factors, step),
-            shared=self.auto is not None and is_surveying(self.auto),
+            shared=self._is_surveying,
         )
 
     def _searches(self, field: Field, review: Review | None) -> StepSearch:
@@ -368,10 +369,15 @@ def _query(line: Line, objective: Objective, direction: int, offsets: Offsets) -
     return objective()
 
 
-def _shared_losses(line: Line, objective: Objective, offsets: Offsets) -> list[float]:
-    """The losses of all examples at one position of the common line."""
+def _shared_losses(line: Line, check: Perturbation | None, objective: Objective, offsets: Offsets) -> list[float]:
+    """The losses of all examples at one position of the common line.
+
+    With a `check`, layers whose examples could not have lines of their own are refused.
+    """
     line.goto({COMMON: offsets})
-    return example_losses(objective.query())
+    if check is None:
+        return example_losses(objective.query())
+    return _losses(check, objective, (0.0,) * len(offsets))
 
 
 def _losses(perturbation: Perturbation, objective: Objective, offsets: Offsets) -> list[float]:

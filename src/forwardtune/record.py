@@ -90,16 +90,17 @@ class StepRecord:
         by_example: bool = False,
         shared: bool = False,
     ) -> StepRecord:
-        loss = _loss_near_zero(lines) if taken else _last_loss(lines)
+        last = (_mean_losses(lines) if shared else [loss for groups in lines for loss in groups[0].losses])[-1:]
+        loss = _loss_near_zero(lines) if taken else (*last, math.nan)[0]
         return cls(step, tuple(lines), loss, queries, taken, raised, review, by_example, shared)
 
     @property
     def is_flat(self) -> bool:
         """Whether the loss was the same at every probe, so that no direction can be told from its opposite."""
-        lines = [groups[0].losses for groups in self.lines]
+        losses = [loss for groups in self.lines for loss in groups[0].losses]
         if self.shared:
-            lines = [tuple(map(math.fsum, zip(*lines, strict=True)))]
-        return self.taken and len(lines[0]) > 1 and all(len(set(losses)) == 1 for losses in lines)
+            losses = _mean_losses(self.lines)
+        return self.taken and len(losses) > 1 and len(set(losses)) == 1
 
     def destination(self) -> dict[int, tuple[float, ...]]:
         """The position of the weights after the step: for each direction, one offset per group."""
@@ -164,9 +165,9 @@ def _loss_near_zero(lines: Sequence[tuple[LineRecord, ...]]) -> float:
     return sum(near) / len(near)
 
 
-def _last_loss(lines: Sequence[tuple[LineRecord, ...]]) -> float:
-    losses = [loss for groups in lines for loss in groups[0].losses]
-    return losses[-1] if losses else math.nan
+def _mean_losses(lines: Sequence[tuple[LineRecord, ...]]) -> list[float]:
+    """At each probe, over all lines."""
+    return [sum(losses) / len(losses) for losses in zip(*(groups[0].losses for groups in lines), strict=True)]
 
 
 if TYPE_CHECKING:

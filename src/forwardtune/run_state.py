@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 from torch.optim import Optimizer
 
 from forwardtune.arguments import Directions
-from forwardtune.auto import Auto, agreement, start
+from forwardtune.auto import Auto, agreement, is_surveying, start
 from forwardtune.errors import NonFiniteLossError, warn
 from forwardtune.noise import Distribution, Field, Slot
 from forwardtune.noise.field import View
@@ -134,6 +135,10 @@ class RunState(Optimizer):
         return self.auto is not None and self.auto["shared"]
 
     @property
+    def _is_surveying(self) -> bool:
+        return self.auto is not None and is_surveying(self.auto)
+
+    @property
     def steps(self) -> int:
         """Steps of this run so far, taken or not; also the number of the next step."""
         return int(self._run["step"])
@@ -155,7 +160,8 @@ class RunState(Optimizer):
 
     def _complain(self, record: StepRecord) -> None:
         """A step was not taken: warns once, and gives up after too many in a row."""
-        last = record.lines[-1][0]
+        firsts = [groups[0] for groups in record.lines]
+        last = next((line for line in firsts if not all(map(math.isfinite, line.losses))), firsts[-1])
         what = (
             f"in step {record.step} a loss was not finite, or an offset was beyond {self.field.reach:.4g}, too far for "
             f"the weights to return exactly: losses {last.losses} at offsets {last.offsets}, decision t = {last.t}"

@@ -43,12 +43,20 @@ class StepSearch:
         probed: list[Sequence[float]] = []
 
         def mean(offsets: Offsets) -> float:
-            probed.append(query(offsets))
-            return fmean(probed[-1])
+            losses = query(offsets)
+            if probed and len(losses) != len(probed[0]):
+                raise InvalidArgumentError(
+                    f"the closure returned {len(probed[0])} losses and then {len(losses)} in the same step; it must "
+                    "return one for each example of its batch"
+                )
+            probed.append(losses)
+            return fmean(losses) if all(map(math.isfinite, losses)) else math.nan
 
         searches = [start(memory) for start, memory in zip(self._start, self.memories, strict=True)]
         sound = drive(searches, mean, self._reach, self._lines)
         (common,) = self._lines
+        if not probed:  # beyond reach
+            return sound
         self._lines = [tuple(replace(line, losses=own) for line in common) for own in zip(*probed, strict=True)]
         return sound
 

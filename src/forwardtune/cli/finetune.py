@@ -60,7 +60,9 @@ def finetune(
             show_default="relative",
         ),
     ] = None,
-    directions: Annotated[str, typer.Option(help="Directions per step; or per-example, or auto where it pays.")] = "1",
+    directions: Annotated[
+        str, typer.Option(help="Directions per step, per-example, or auto (per example where it pays).")
+    ] = "1",
     distribution: Annotated[str, typer.Option(help="rademacher, normal, uniform or sphere.")] = "rademacher",
     steps: Annotated[int | None, typer.Option(min=1, help="Length of the run.", show_default="1000")] = None,
     queries: Annotated[
@@ -272,7 +274,7 @@ def _directions(text: str) -> Directions:
     if text in ("per-example", "auto"):
         return cast("Directions", text)
     if not text.isdecimal() or not 1 <= int(text) < 2**16:
-        raise ExperimentError(f"--directions must be a number from 1, per-example or auto, not {text!r}")
+        raise ExperimentError(f"--directions must be a whole number from 1 to 65535, per-example or auto, not {text!r}")
     return int(text)
 
 

@@ -74,7 +74,7 @@ class Method:
             self.optimizer([torch.zeros(1)], "auto")
         with torch.random.fork_rng(devices=[]):
             layer, calls = torch.nn.Linear(1, 1, bias=False), count(1.0)
-        found = {"directions": 1} if self.settings["directions"] == "auto" else {}  # goes with a rate that is found
+        found = {"directions": 1} if self.is_auto and self.settings["directions"] == "auto" else {}
         method = replace(self, settings={**self.settings, **found})
         optimizer = method.optimizer(layer.parameters(), 1e-3, backend="reference")
         optimizer.step(lambda: layer(torch.zeros(1, 1))[0].detach() + next(calls))

@@ -23,7 +23,7 @@ def card(run: Run, task: TextTask, result: RunResult, kept: Kept) -> str:
     majority = result.data.majority
     always = f"\nAlways answering the majority class has an accuracy of {100 * majority:.1f}.\n" if majority else ""
     examples = min(workload.test_examples or task.tests, task.tests)
-    settings = ", ".join(f"{key} {value}" for key, value in run.method.settings.items())
+    settings = ", ".join(f"{key} {value}" for key, value in {**run.method.settings, "scale": run.method.scale}.items())
     selected = f"\nThese are the weights after {kept.queries:,} of them, the best evaluation on the test examples."
     selected = "" if kept.is_last else selected
     return f"""---

@@ -25,6 +25,7 @@ from forwardtune.experiments.result import Evaluation
 from forwardtune.experiments.runner import batch_indices
 from forwardtune.methods import MeZO
 from forwardtune.noise import Slot, Term
+from forwardtune.noise.types import COMMON
 from forwardtune.optimizer import LineSearch
 from forwardtune.tasks import Task
 
@@ -65,7 +66,7 @@ def measure(run: Run, task: Task, model: nn.Module, threads: Sequence[int]) -> t
         best = min(tried, key=lambda number: tried[number] * (GAIN if number == 1 else 1))
         torch.set_num_threads(best)
         optimizer = run.method.optimizer(model.named_parameters(), run.lr, seed=run.seed)
-        move = seconds_per_move(optimizer)
+        move = seconds_per_move(optimizer, run.workload.batch)
         start = time.perf_counter()
         scores = task.evaluate(model)
         evaluation = Evaluation(0, 0, time.perf_counter() - start, scores)
@@ -98,17 +99,19 @@ def _mean(task: Task, model: nn.Module, batch: Any) -> Tensor:
     return task.losses(model, batch).mean()
 
 
-def seconds_per_move(optimizer: LineSearch) -> float:
-    """One pass over all weights, timed on copies of them."""
+def seconds_per_move(optimizer: LineSearch, batch: int) -> float:
+    """A move of all weights along a common line, or along those of all examples, timed on copies of them."""
     zero, there = [0.0] * len(optimizer.param_groups), [1e-3] * len(optimizer.param_groups)
+    lines = [COMMON] if optimizer.directions == "auto" else range(batch if optimizer.by_example else 1)
+    terms = [Term(line, zero, there) for line in lines]
     seconds = 0.0
     for number, slots in enumerate(_portions(optimizer.slots)):
         copies = [Slot(slot.tensor.detach().clone(), slot.parameter, slot.group, slot.scale) for slot in slots]
         part = optimizer.field.mover.part(copies)
         if number == 0:
-            part.move(0, [Term(0, zero, there)])  # compiles
+            part.move(0, terms)  # compiles
         start = time.perf_counter()
-        part.move(1, [Term(0, zero, there)])
+        part.move(1, terms)
         seconds += time.perf_counter() - start
     return seconds
 
@@ -124,5 +127,9 @@ def _portions(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
 
 
 def _moves_per_query(run: Run) -> float:
-    """A step moves to each of its probes and on to where it ends; reviews move about as often as all steps do."""
-    return (1 + 1 / run.method.queries_per_step) * (2 if run.method.is_auto else 1)
+    """A step moves to each of its probes, unless examples have lines of their own, and on to where it ends.
+
+    Reviews move about as often as all steps do.
+    """
+    to_probes = 0 if run.method.settings["directions"] == "per-example" else 1
+    return (to_probes + 1 / run.method.queries_per_step) * (2 if run.method.is_auto else 1)

@@ -113,7 +113,6 @@ class OuterMover:
         lines = 1 + max((term.direction for term in terms), default=-1)
         if not lines:
             return
-        check_number("direction", lines)
         offsets = torch.zeros(2, lines, self.groups, dtype=torch.float64)
         offsets[:, [term.direction for term in terms]] = torch.tensor(
             [[[-t for t in term.back] for term in terms], [list(term.forth) for term in terms]], dtype=torch.float64
@@ -125,6 +124,7 @@ class OuterMover:
 
     def factors(self, step: int, lines: int) -> list[Factors]:
         """The factors of all slots; those of recent steps are kept, since a review moves along them again."""
+        check_number("direction", lines - 1)
         if (step, lines) not in self._kept:
             for old in list(self._kept)[: -KEPT + 1]:
                 del self._kept[old]

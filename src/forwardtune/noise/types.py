@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forwardtune.noise.distributions import Distribution
 
-COMMON = 2**16 - 1
+COMMON = -1
 """Among directions that are products (see `outer`), the number of the one that is not; its noise is that of direction 0
 in a run along common lines."""
 

@@ -42,7 +42,7 @@ class ForwardTrainingArguments(transformers.TrainingArguments):
     """
 
     learning_rate: float | None = field(  # type: ignore[assignment]
-        default=None, metadata={"help": "The step size; found while training by default, but by S2P."}
+        default=None, metadata={"help": "The step size; found while training by default, except for S2P."}
     )
     auto: bool | None = field(
         default=None,
