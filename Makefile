@@ -43,6 +43,7 @@ bench: install
 	$(BIN)/python -m benchmarks.replay --json results/replay.json
 	$(BIN)/python -m benchmarks.backpropagation --json results/backpropagation.json
 	$(BIN)/python -m benchmarks.auto --json results/auto.json
+	$(BIN)/python -m benchmarks.lines --json results/lines.json
 	$(BIN)/python -m benchmarks.sweep --json results/sweep.json
 
 clean:

@@ -3,7 +3,7 @@
 A column has one number per step, or (all but `loss`) a single one if it never changes. `probe.d.i.g` is the offset of
 probe i along direction d in group g, `visited.d` the number of probes made along it, `t.d.g` the offset that the search
 decided on, `kind` whether the step was taken, `review` how many earlier steps it reviewed, `back` whether it undid
-them, `loss` its loss as float32.
+them, `shared` whether its examples shared a common line, `loss` its loss as float32.
 The metadata `columns` maps some columns to another that they are multiples of, by -1, 0 or 1: often t is one of the
 probes, and one probe the negative of another.
 """

@@ -36,11 +36,11 @@ from forwardtune.noise.mover import check_number
 from forwardtune.record import LineRecord, Review, StepRecord
 from forwardtune.scales import SCALES
 
-SCHEMA = 2
+SCHEMA = 3
 TAKEN, NOT_TAKEN, RAISED = 0, 1, 2
 NEW_STATE, WITH_BUFFERS, REVIEWED, WENT_BACK, SHARED = 4, 8, 16, 32, 64
 """Added to the kind of a step that changed the run's state, of one whose state includes buffers, of one that reviewed
-others, and of one that then undid them."""
+others, of one that then undid them, and of one whose examples shared a line."""
 
 EXPORT_FORMAT = "forwardtune ledger"
 Column = np.ndarray[Any, Any]

@@ -1,0 +1,72 @@
+"""What lines of their own gain, measured as `directions="auto"` does: B mean(gamma^2) along common lines, over
+mean(gamma_i^2) along those of the examples, at the same weights.
+
+The network of the preset `digits` at its start and on its way; with `--data DIR`, ResNet18 in training mode as well.
+
+    python -m benchmarks.lines [--data DIR] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from torch import nn
+
+import forwardtune as ft
+from benchmarks.harness import Row, arguments, finish
+from forwardtune import presets
+from forwardtune.experiments.runner import batch_indices
+from forwardtune.tasks import Sources, Task, prepare
+
+LINES = 60
+"""Steps of each kind, none of which moves the weights for good."""
+
+
+def gains(task: Task, model: nn.Module, rho: float, steps: int = LINES) -> tuple[float, float]:
+    """What is gained, and what would be if examples did not disturb each other, `1 + (B - 1) a`."""
+    common = ft.VS2P(model.parameters(), lr=0.0, rho=rho, directions=1)
+    own = ft.VS2P(model.parameters(), lr=0.0, rho=rho, directions="per-example")
+    of_mean, of_own, of_examples = [], [], []
+    for step in range(steps):
+        batch = task.batch(batch_indices(task.examples, task.workload.batch, 1, step))
+        probed: list[torch.Tensor] = []
+        common.step(lambda batch=batch, probed=probed: probed.append(task.losses(model, batch)) or probed[-1].mean())
+        of_mean.append(len(probed[0]) * common.last_step.gamma**2)
+        of_examples.append(((probed[0] - probed[1]) / (2 * rho)).square().mean().item())
+        own.step(lambda batch=batch: task.losses(model, batch))
+        of_own.append(fmean(line[0].gamma ** 2 for line in own.last_step.lines))
+    return fmean(of_mean) / fmean(of_own), fmean(of_mean) / fmean(of_examples)
+
+
+def measured(name: str, preset: str, sources: Sources, rho: float, moments: tuple[int, ...], steps: int) -> list[Row]:
+    task = prepare(presets.load(preset).workloads[0], sources, "cpu")
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = task.make_base(Path(folder) / "base.safetensors")
+        optimizer = ft.VS2P(model.named_parameters(), directions="per-example")
+        for moment in moments:
+            while optimizer.steps < moment:
+                batch = task.batch(batch_indices(task.examples, task.workload.batch, 0, optimizer.steps))
+                optimizer.step(lambda batch=batch: task.losses(model, batch))
+            gain, alone = gains(task, model, rho, steps)
+            print(f"{name}, after {moment} steps: {gain:.2f}; 1 + (B - 1) a: {alone:.2f}", flush=True)
+            rows.append({"name": f"{name}, after {moment} steps", "ratio": gain, "alone": alone})
+    return rows
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, metavar="DIR", help="also measure ResNet18 on MNIST from this folder")
+    options = parser.parse_args()
+    rows = measured("digits", "digits", Sources(), 0.03, (0, 100, 500), LINES)
+    if options.data:
+        rows += measured("ResNet18", "auto/resnet18", Sources(options.data), 2e-3, (0,), 25)
+    finish(rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
