@@ -2,6 +2,7 @@
 mean(gamma_i^2) along those of the examples, at the same weights.
 
 The network of the preset `digits` at its start and on its way; with `--data DIR`, ResNet18 in training mode as well.
+And what a step along them costs, against one along a common line.
 
     python -m benchmarks.lines [--data DIR] [--json FILE]
 """
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 import forwardtune as ft
-from benchmarks.harness import Row, arguments, finish
+from benchmarks.harness import Row, arguments, finish, interleaved, ratios, show
 from forwardtune import presets
 from forwardtune.experiments.runner import batch_indices
 from forwardtune.tasks import Sources, Task, prepare
@@ -41,7 +42,26 @@ def gains(task: Task, model: nn.Module, rho: float, steps: int = LINES) -> tuple
     return fmean(of_mean) / fmean(of_own), fmean(of_mean) / fmean(of_examples)
 
 
-def measured(name: str, preset: str, sources: Sources, rho: float, moments: tuple[int, ...], steps: int) -> list[Row]:
+def costs(name: str, task: Task, model: nn.Module, steps: int, rounds: int) -> list[Row]:
+    """Steps of either kind, of a rate that moves all weights, if by nothing that counts."""
+    batch = task.batch(batch_indices(task.examples, task.workload.batch, 1, 0))
+    common = ft.VS2P(model.parameters(), lr=1e-9, directions=1)
+    own = ft.VS2P(model.parameters(), lr=1e-9, directions="per-example")
+    seconds = interleaved(
+        {
+            f"{name}, a common line": lambda: [common.step(lambda: task.loss(model, batch)) for _ in range(steps)],
+            f"{name}, own lines": lambda: [own.step(lambda: task.losses(model, batch)) for _ in range(steps)],
+        },
+        rounds,
+    )
+    rows = ratios({key: value / steps for key, value in seconds.items()}, f"{name}, a common line")
+    show(f"one step, {task.workload.batch} examples", rows)
+    return rows
+
+
+def measured(
+    name: str, preset: str, sources: Sources, rho: float, moments: tuple[int, ...], steps: int, rounds: int
+) -> list[Row]:
     task = prepare(presets.load(preset).workloads[0], sources, "cpu")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -54,6 +74,7 @@ def measured(name: str, preset: str, sources: Sources, rho: float, moments: tupl
             gain, alone = gains(task, model, rho, steps)
             print(f"{name}, after {moment} steps: {gain:.2f}; 1 + (B - 1) a: {alone:.2f}", flush=True)
             rows.append({"name": f"{name}, after {moment} steps", "ratio": gain, "alone": alone})
+        rows += costs(name, task, model, min(steps, 5), rounds)
     return rows
 
 
@@ -62,9 +83,9 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, metavar="DIR", help="also measure ResNet18 on MNIST from this folder")
     options = parser.parse_args()
-    rows = measured("digits", "digits", Sources(), 0.03, (0, 100, 500), LINES)
+    rows = measured("digits", "digits", Sources(), 0.03, (0, 100, 500), LINES, options.rounds)
     if options.data:
-        rows += measured("ResNet18", "auto/resnet18", Sources(options.data), 2e-3, (0,), 25)
+        rows += measured("ResNet18", "auto/resnet18", Sources(options.data), 2e-3, (0,), 25, options.rounds)
     finish(rows, options.json)
 
 

@@ -22,7 +22,7 @@ def gradient(x):
 def test_the_mean_estimate_is_the_gradient(distribution):
     start = torch.tensor([0.3, -0.7, 1.1, 0.5], dtype=torch.float64)
     x = start.clone()
-    optimizer = ft.MeZO([x], lr=0.0, rho=1e-4, distribution=distribution, seed=5)
+    optimizer = ft.MeZO([x], lr=0.0, rho=1e-4, scale="absolute", distribution=distribution, seed=5)
     estimates = []
     for step in range(4000):
         optimizer.step(lambda: curved(x))

@@ -152,7 +152,7 @@ def test_the_best_evaluation_is_saved(home, monkeypatch, best):
     assert all(torch.equal(saved["tuned"][name], p) for name, p in base.named_parameters())
     same = [torch.equal(saved["tuned"][name], weight) for name, weight in saved["last"].items()]
     assert all(same) == (best == 2)
-    with pytest.raises(ExperimentError, match="tuned holds the result of another run"):
+    with pytest.raises(ExperimentError, match="tuned was saved with --keep best; choose another --out"):
         run("finetune --model model --lr 20", USUAL)
 
 

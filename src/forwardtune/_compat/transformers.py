@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 from forwardtune._compat.torchvision import make_importable
 
+# bitsandbytes, which transformers and peft import where it is installed, warns of an optional kernel that we never use.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 make_importable()
 try:
     import transformers

@@ -82,7 +82,8 @@ def told_estimate(estimate: Estimated) -> str:
     ]
     threads = f"{estimate.threads} thread{'s' if estimate.threads > 1 else ''}"
     compared = f" (a query takes {others[0]})" if others else ""
-    planned = f"planned for {estimate.minutes:g} minutes, of which the run takes " if estimate.minutes else ""
+    minutes = f"{estimate.minutes:g} minute{'' if estimate.minutes == 1 else 's'}" if estimate.minutes else ""
+    planned = f"planned for {minutes}, of which the run takes " if minutes else ""
     return f"{planned}about {_long(estimate.seconds)}: {times}, with {threads}{compared}"
 
 

@@ -1,8 +1,9 @@
 """How long a run takes on this machine, measured before its first step without touching its weights.
 
 A step of a run asks for queries and moves the weights between them. Queries are timed on the run's own batches, in
-steps along a line of one weight that is none of the model's; moves on copies of the model's weights, a few at a time;
-an evaluation by making the first one, which the run then need not repeat.
+steps along a line of one weight that is none of the model's, or where examples have lines of their own in steps of a
+rate of zero; moves on copies of the model's weights, a few at a time; an evaluation by making the first one, which the
+run then need not repeat.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from forwardtune.errors import NonFiniteLossError
 from forwardtune.experiments.plan import Run
@@ -25,7 +25,6 @@ from forwardtune.experiments.result import Evaluation
 from forwardtune.experiments.runner import batch_indices
 from forwardtune.methods import MeZO
 from forwardtune.noise import Slot, Term
-from forwardtune.noise.types import COMMON
 from forwardtune.optimizer import LineSearch
 from forwardtune.tasks import Task
 
@@ -77,15 +76,17 @@ def measure(run: Run, task: Task, model: nn.Module, threads: Sequence[int]) -> t
 def _queries(run: Run, task: Task, model: nn.Module, threads: Sequence[int]) -> dict[int, list[float]]:
     """Seconds per query by number of threads, in turns on the same batches, after one that warms up."""
     timed: dict[int, list[float]] = {number: [] for number in threads}
-    line, spent = MeZO([torch.zeros(1)], lr=1e-3), 0.0
-    by_example = not isinstance(run.method.settings["directions"], int)
+    by_example, spent = not isinstance(run.method.settings["directions"], int), 0.0
+    line: LineSearch = MeZO([torch.zeros(1)], lr=1e-3)
+    if by_example:
+        line = MeZO(model.named_parameters(), lr=0.0, directions="per-example")
     for made in range(MOST + 1):
         batch = task.batch(batch_indices(task.examples, run.workload.batch, run.seed, made))
         for number in threads:
             torch.set_num_threads(number)
             start = time.perf_counter()
             with suppress(NonFiniteLossError):
-                line.step(partial(_mean, task, model, batch) if by_example else partial(task.loss, model, batch))
+                line.step(partial(task.losses if by_example else task.loss, model, batch))
             if made:
                 timed[number].append((time.perf_counter() - start) / QUERIES)
                 spent += time.perf_counter() - start
@@ -94,16 +95,10 @@ def _queries(run: Run, task: Task, model: nn.Module, threads: Sequence[int]) -> 
     return timed
 
 
-def _mean(task: Task, model: nn.Module, batch: Any) -> Tensor:
-    """The mean of the losses that a run takes apart."""
-    return task.losses(model, batch).mean()
-
-
 def seconds_per_move(optimizer: LineSearch, batch: int) -> float:
     """A move of all weights along a common line, or along those of all examples, timed on copies of them."""
     zero, there = [0.0] * len(optimizer.param_groups), [1e-3] * len(optimizer.param_groups)
-    lines = [COMMON] if optimizer.directions == "auto" else range(batch if optimizer.by_example else 1)
-    terms = [Term(line, zero, there) for line in lines]
+    terms = [Term(line, zero, there) for line in range(batch if optimizer.by_example else 1)]
     seconds = 0.0
     for number, slots in enumerate(_portions(optimizer.slots)):
         copies = [Slot(slot.tensor.detach().clone(), slot.parameter, slot.group, slot.scale) for slot in slots]
@@ -131,5 +126,5 @@ def _moves_per_query(run: Run) -> float:
 
     Reviews move about as often as all steps do.
     """
-    to_probes = 0 if run.method.settings["directions"] == "per-example" else 1
+    to_probes = isinstance(run.method.settings["directions"], int)
     return (to_probes + 1 / run.method.queries_per_step) * (2 if run.method.is_auto else 1)

@@ -54,8 +54,10 @@ def finetune(
     planned = budget.of(run) if budget else run if minutes is None else None
     if settings.exists():
         saved = read_json(settings)
-        if planned is None or (saved.get("run"), saved.get("keep", "last")) != (planned.id, keep):
+        if planned is None or saved.get("run") != planned.id:
             raise ExperimentError(f"{out} holds the result of another run; choose another folder with --out")
+        if saved.get("keep", "last") != keep:
+            raise ExperimentError(f"{out} was saved with --keep {saved.get('keep', 'last')}; choose another --out")
     if out.exists() and not (out / "run").is_dir() and any(out.iterdir()):
         raise ExperimentError(f"{out} is not empty; choose another folder with --out")
     task = prepare(run.workload, sources, device)
