@@ -90,16 +90,13 @@ class StepRecord:
         by_example: bool = False,
         shared: bool = False,
     ) -> StepRecord:
-        last = (_mean_losses(lines) if shared else [loss for groups in lines for loss in groups[0].losses])[-1:]
-        loss = _loss_near_zero(lines) if taken else (*last, math.nan)[0]
+        loss = _loss_near_zero(lines) if taken else [math.nan, *_seen(lines, shared)][-1]
         return cls(step, tuple(lines), loss, queries, taken, raised, review, by_example, shared)
 
     @property
     def is_flat(self) -> bool:
         """Whether the loss was the same at every probe, so that no direction can be told from its opposite."""
-        losses = [loss for groups in self.lines for loss in groups[0].losses]
-        if self.shared:
-            losses = _mean_losses(self.lines)
+        losses = _seen(self.lines, self.shared)
         return self.taken and len(losses) > 1 and len(set(losses)) == 1
 
     def destination(self) -> dict[int, tuple[float, ...]]:
@@ -165,9 +162,12 @@ def _loss_near_zero(lines: Sequence[tuple[LineRecord, ...]]) -> float:
     return sum(near) / len(near)
 
 
-def _mean_losses(lines: Sequence[tuple[LineRecord, ...]]) -> list[float]:
-    """At each probe, over all lines."""
-    return [sum(losses) / len(losses) for losses in zip(*(groups[0].losses for groups in lines), strict=True)]
+def _seen(lines: Sequence[tuple[LineRecord, ...]], shared: bool) -> list[float]:
+    """The losses that searches were sent; along a shared line these are means over examples."""
+    losses = [groups[0].losses for groups in lines]
+    if shared:
+        return [sum(probe) / len(probe) for probe in zip(*losses, strict=True)]
+    return [loss for line in losses for loss in line]
 
 
 if TYPE_CHECKING:
