@@ -39,7 +39,7 @@ one whose interval includes zero is not decided.
 
 
 def rates_page(folder: Path) -> str:
-    """The page, from a folder that has results of the presets `auto/...` under their names."""
+    """The page, from a folder that has results of the presets `auto/...` and `lines/...` under their names."""
     names = [name for name in presets.files() if name.startswith(("auto/", "lines/"))]
     made = {name: results for name in names if (results := results_of(folder, name))}
     if not made:
@@ -60,7 +60,8 @@ def rates_page(folder: Path) -> str:
 
 def _summary(scored: Mapping[str, ComparisonScore]) -> Iterator[str]:
     """Two tables: what finding the rate gains, and what units of the weights' own size do."""
-    every = [(name, workload) for name, scores in scored.items() for workload in scores.workloads if workload.results]
+    every = [(name, workload) for name, scores in scored.items() for workload in scores.workloads]
+    every = [(name, workload) for name, workload in every if any(_grid(workload, kind) for kind in GRIDS)]
     yield "## In short\n"
     yield "Training loss without a rate, against each method at the best of its rates in either units and at a guess.\n"
     header = ["preset", "without a rate", *(f"{name}, best" for name in GRIDS), *(f"{name}, a guess" for name in GRIDS)]
