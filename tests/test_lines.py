@@ -192,6 +192,19 @@ def test_probes_leave_the_weights_alone():
     assert torch.equal(weights(model), before)
 
 
+def check_again(folder, base, model, optimizer):
+    """The ledger in a folder replays, exports and resumes to the same bits; the model that was resumed."""
+    export(folder / "run.ledger", folder / "small.ledger")
+    for name in ("run.ledger", "small.ledger"):
+        assert torch.equal(weights(ft.replay(copy.deepcopy(base), folder / name)), weights(model))
+    again = copy.deepcopy(base)
+    resumed, step = ft.resume(again, folder / "run.ledger")
+    assert (step, resumed.auto, resumed.queries) == (optimizer.steps, optimizer.auto, optimizer.queries)
+    assert torch.equal(weights(again), weights(model))
+    resumed.recorder.close()
+    return again
+
+
 @pytest.mark.parametrize("method", [ft.VS2P, ft.MeZO, ft.STP])
 def test_a_run_replays_exports_and_resumes(method, tmp_path):
     model, losses, loss = problem()
@@ -207,17 +220,9 @@ def test_a_run_replays_exports_and_resumes(method, tmp_path):
     assert loss() < 0.8 * first
     assert optimizer.auto["reviews"] > 2
     assert -0.1 < optimizer.agreement < 1
-    assert torch.equal(weights(ft.replay(copy.deepcopy(base), tmp_path / "run.ledger")), weights(model))
-    export(tmp_path / "run.ledger", tmp_path / "small.ledger")
+    again = check_again(tmp_path, base, model, optimizer)
     small = read(tmp_path / "small.ledger")
     assert [record.queries for record in small.records()][39] == read(tmp_path / "run.ledger").record(39).queries
-    assert torch.equal(weights(ft.replay(copy.deepcopy(base), tmp_path / "small.ledger")), weights(model))
-
-    again = copy.deepcopy(base)
-    resumed, step = ft.resume(again, tmp_path / "run.ledger")
-    assert (step, resumed.auto, resumed.queries) == (optimizer.steps, optimizer.auto, optimizer.queries)
-    assert torch.equal(weights(again), weights(model))
-    resumed.recorder.close()
     state = copy.deepcopy(optimizer.state_dict())
     other = method(again.named_parameters(), lr="auto", directions="per-example")
     other.load_state_dict(state)
@@ -265,14 +270,7 @@ def test_examples_that_agree_get_lines_of_their_own(method, tmp_path):
     assert changes[0] >= auto.SURVEYS + auto.ENOUGH
     assert optimizer.auto["trial"] is None
     assert optimizer.agreement > 0.1
-    assert torch.equal(weights(ft.replay(copy.deepcopy(base), tmp_path / "run.ledger")), weights(model))
-    export(tmp_path / "run.ledger", tmp_path / "small.ledger")
-    assert torch.equal(weights(ft.replay(copy.deepcopy(base), tmp_path / "small.ledger")), weights(model))
-    again = copy.deepcopy(base)
-    resumed, step = ft.resume(again, tmp_path / "run.ledger")
-    assert (step, resumed.auto, resumed.queries) == (optimizer.steps, optimizer.auto, optimizer.queries)
-    assert torch.equal(weights(again), weights(model))
-    resumed.recorder.close()
+    check_again(tmp_path, base, model, optimizer)
 
 
 def slopes_in(step, slopes, shared):

@@ -74,13 +74,13 @@ def start(directions: Directions = 1) -> Auto:
     """The state of a run that begins.
 
     `surveyed` has (L, Q) of the surveys at `r` so far; it is None when they are done. `ceiling` is a size at which a
-    loss was not finite. `trail` has the destinations of the last steps (offsets, and the
-    number of the first direction), of which `since` came after the last review;
-    `losses` has those of the last steps, infinite where a step was not taken. `slope` is the mean size of the slopes
-    that were surveyed, of one line. Where lines are `by_example`, `agreement` has sums over the surveys: of products of
-    the slopes of two examples, and of squares; while a line is `shared`, over the last `asked` steps. `trial` has
-    the sum of `B gamma^2` over those steps and, of steps that try lines of their own, their number, sums of `gamma_i^2`
-    and of the part of slopes that are zero, and the `slope` before them; None where there is nothing to be found out.
+    loss was not finite. `trail` has the destinations of the last steps (offsets, and the number of the first
+    direction), of which `since` came after the last review; `losses` has those of the last steps, infinite where a step
+    was not taken. `slope` is the mean size of the slopes that were surveyed, of one line. Where lines are `by_example`,
+    `agreement` has sums over the surveys: of products of the slopes of two examples, and of squares; while a line is
+    `shared`, over the last `asked` steps. `trial` has the sum of `B gamma^2` over those steps and, of steps that try
+    lines of their own, their number, sums of `gamma_i^2` and of the part of slopes that are zero, and the `slope`
+    before them; None where there is nothing to be found out.
     """
     return {
         "r": START,
@@ -115,10 +115,9 @@ def is_review_due(auto: Auto) -> bool:
 
 
 def trail_of(auto: Mapping[str, Any]) -> Trail:
-    """The steps that a review would be about."""
+    """The steps that a review would be about; older states lack the number of the first direction, which was 0."""
     return [
-        (step, {sum(first) + j: tuple(own) for j, own in enumerate(offsets)})
-        for step, offsets, *first in auto["trail"]  # which older states lack
+        (step, {sum(first) + j: tuple(own) for j, own in enumerate(offsets)}) for step, offsets, *first in auto["trail"]
     ]
 
 

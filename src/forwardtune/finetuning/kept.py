@@ -21,8 +21,10 @@ class Kept(NamedTuple):
     scores: Scores
     is_last: bool
 
-    def step(self, ledger: Path) -> int:
-        """How many steps its weights are from the base weights."""
+    def until(self, ledger: Path) -> int | None:
+        """The step to which the run leads to its weights; None for the end."""
+        if self.is_last:
+            return None
         if not self.queries:
             return 0
         records = ledgers.read(ledger).records()

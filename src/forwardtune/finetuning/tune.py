@@ -126,7 +126,7 @@ def _link(live: Path, name: Path, tell: Tell) -> None:
 def _export(live: Path, name: Path, chosen: Kept) -> None:
     new = temporary(name)
     new.unlink(missing_ok=True)
-    ledgers.export(live, new, until=None if chosen.is_last else chosen.step(live))
+    ledgers.export(live, new, until=chosen.until(live))
     os.replace(new, name)
 
 
@@ -142,8 +142,7 @@ def _save(run: Run, task: TextTask, store: Store, executed: Executed, out: Path,
     base, live = store.base(task.base_id), store.ledger(run.id)
     model: Any = executed.model if chosen.is_last else None
     if model is None:
-        until = None if chosen.is_last else chosen.step(live)
-        model = ledgers.replay(task.start(base), live, until=until)
+        model = ledgers.replay(task.start(base), live, until=chosen.until(live))
     with quiet():
         model.cpu().save_pretrained(out)
         task.language.tokenizer.save_pretrained(out)
