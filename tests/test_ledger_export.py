@@ -162,7 +162,7 @@ def test_a_failed_file_replay_leaves_nothing_behind(tmp_path, path):
 # Versions
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_ledgers_of_every_version_keep_opening(tmp_path, version):
     expected = json.loads((GOLDEN / "golden.json").read_text())[str(version)]
     for name in (f"v{version}.ledger", f"v{version}.safetensors"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from forwardtune.noise.mover import check_number
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 Group = Mapping[str, Any]
 """A parameter group as torch has it; of a `state_dict`, with numbers in place of tensors."""
+Probes = Literal["auto", "in-place", "layerwise"]
+PROBES: tuple[Probes, ...] = get_args(Probes)
+Rounding = Literal["stochastic", "nearest"]
+ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 Directions = int | Literal["per-example", "auto"]
 """How many lines a step searches; or each example of a batch one of its own, always or where it is worth it."""
 
@@ -121,6 +125,12 @@ def probe_distance(lr: Any, rho: float | None, scale: str = "relative") -> float
     if isinstance(lr, str) and rho is not None:
         raise InvalidArgumentError("lr='auto' finds the distance of probes too; leave rho out, or give an lr")
     return (1e-3 if scale == "absolute" else 1e-2) if rho is None else rho
+
+
+def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
+    """Refuses an option that is none of those known."""
+    if value not in known:
+        raise InvalidArgumentError(f"unknown {name} {value!r}; choose one of {', '.join(known)}")
 
 
 def check_directions(directions: Any, distribution: str) -> None:

@@ -5,6 +5,9 @@ to another is one pass over the weights that takes each of them back to `x` and 
 register. Floating-point sums are rounded, but subtracting what was added restores `x` bit for bit, unless the sum had
 crossed a power of two or was a tie; then it may be off by one unit in the last place. The path is fully described by
 its offsets and gives the same bits every time.
+
+Where probes are made layer by layer, the weights are at a probe only while their layer computes, and the only moves for
+good are those to the destination and, of a retreat, back along the trail.
 """
 
 from __future__ import annotations
@@ -14,10 +17,13 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
+from forwardtune.layers.layerwise import Layerwise
 from forwardtune.noise import Field, Term
 from forwardtune.record import Review
+
+T = TypeVar("T")
 
 HELD = (int(signal.SIGINT), int(signal.SIGTERM))
 
@@ -38,10 +44,15 @@ ENDS = {False: 1.0, True: 0.0}
 
 
 class Line:
-    """The weights of a field during one step. An exception puts them back, unless they have settled."""
+    """The weights of a field during one step. An exception puts them back, unless they have settled.
 
-    def __init__(self, field: Field, step: int, groups: int, trail: Trail = ()) -> None:
-        self.field, self._step, self._trail = field, step, trail
+    With `layers` probes are made layer by layer.
+    """
+
+    def __init__(
+        self, field: Field, step: int, groups: int, trail: Trail = (), layers: Layerwise | None = None
+    ) -> None:
+        self.field, self._step, self._trail, self._layers = field, step, trail, layers
         self._along, self.reviewing = 1.0, False
         self.settled = False
         self._zero = (0.0,) * groups
@@ -62,6 +73,33 @@ class Line:
             self.field.touch()
             self._interrupts.give_back()
             self._interrupts.release()
+
+    def at(self, position: Position, query: Callable[[], T]) -> T:
+        """What a query returns at a position."""
+        if self._layers:
+            return self._aside([(self._step, terms_between({}, position, self._zero)[0])], query)
+        self.goto(position)
+        return query()
+
+    def _at_part(self, part: float, query: Callable[[], T]) -> T:
+        """What a query returns where the steps of the trail would have led had they been `part` times as long."""
+        if self._layers:
+            self.reviewing = True
+            return self._aside(list(moves_along(self._trail, 1.0, part, self._zero)), query)
+        self.goto_along(part)
+        return query()
+
+    def _aside(self, moves: Sequence[StepMove], query: Callable[[], T]) -> T:
+        assert self._layers
+        try:
+            result: T = self._layers.query(moves, query)
+        finally:
+            self._interrupts.hold = True  # if a signal came while weights were put back, that is finished now
+            try:
+                self._layers.restore()
+            finally:
+                self._interrupts.release()
+        return result
 
     def goto(self, target: Position) -> None:
         """Moves the weights to a position."""
@@ -93,13 +131,12 @@ class Line:
         left, back = list(REVIEWED_AT), False
         try:
             while left:
-                self.goto_along(left[0])
-                losses.append(query())
+                losses.append(self._at_part(left[0], query))
                 left.pop(0)
             back = is_damage(*losses)
         finally:
             if self.reviewing:
-                for part in (*left, ENDS[back]):
+                for part in (*(() if self._layers else left), ENDS[back]):
                     self.goto_along(part)
         before, beyond = losses
         return Review(len(self._trail), before, beyond, back)

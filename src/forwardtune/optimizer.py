@@ -24,8 +24,11 @@ import torch
 from typing_extensions import Unpack
 
 from forwardtune.arguments import (
+    PROBES,
+    ROUNDINGS,
     Params,
     as_groups,
+    check_choice,
     check_directions,
     check_integer,
     check_state_dict,
@@ -47,6 +50,7 @@ from forwardtune.auto import (
 )
 from forwardtune.buffers import Modules
 from forwardtune.errors import InvalidArgumentError, warn_deprecated
+from forwardtune.layers.layerwise import Layerwise
 from forwardtune.layers.perturbation import Perturbation, example_losses
 from forwardtune.line import Line, Offsets, Trail
 from forwardtune.noise import NOISE_VERSION, Field
@@ -66,11 +70,11 @@ class LineSearch(RunState):
 
     search: Callable[..., Search]
     usual_scale: Scale = "relative"
-    _settings: tuple[str, ...]
     last_step: StepRecord | None = None
     recorder: Recorder | None = None
     _is_auto = False
     _moving: list[tuple[int, int]] | None = None
+    _layers: Layerwise | None = None
 
     def __init__(self, params: Params, defaults: Mapping[str, Any], **run: Unpack[RunOptions]) -> None:
         unknown = run.keys() - RunOptions.__annotations__
@@ -98,8 +102,10 @@ class LineSearch(RunState):
                 'directions=1 or "per-example"'
             )
         scale = run.get("scale", self.usual_scale)
-        if scale not in SCALES:
-            raise InvalidArgumentError(f"unknown scale {scale!r}; choose one of {', '.join(SCALES)}")
+        probes, rounding = run.get("probes", "auto"), run.get("rounding", "stochastic")
+        check_choice("scale", scale, SCALES)
+        check_choice("probes", probes, PROBES)
+        check_choice("rounding", rounding, ROUNDINGS)
         super().__init__(as_groups(params), {**defaults, "lr": 1.0 if is_auto else defaults["lr"], "memory": {}})
         # Replaced as a whole at every step, never modified in place, so that a `state_dict` is a snapshot.
         self._run = {
@@ -109,6 +115,8 @@ class LineSearch(RunState):
             "scale": scale,
             "distribution": run.get("distribution", "rademacher"),
             "directions": directions,
+            "probes": probes,
+            "rounding": rounding,
             "step": 0,
             "queries": 0,
             "nonfinite": 0,
@@ -119,6 +127,9 @@ class LineSearch(RunState):
             self.settings_at(1.0, 1.0, self.defaults)  # refuses methods without a size to find
         if not self.field.dimension:  # making the field also checks distribution, backend and parameters
             raise InvalidArgumentError("the parameters have no elements; there is nothing to tune")
+        if self.probes == "auto":
+            short = any(slot.tensor.element_size() == 2 for slot in self.field.slots)
+            self._run = {**self._run, "probes": "layerwise" if short else "in-place"}
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -212,7 +223,7 @@ class LineSearch(RunState):
             recorder.begin(self)
         objective = Objective(closure, field, self._modules, by_example=self.by_example)
         trail = self._trail()
-        line = Line(field, step, len(self.param_groups), trail)
+        line = Line(field, step, len(self.param_groups), trail, self._layerwise(field))
         review, searches = None, self._searches(field, None)
         try:
             with line:
@@ -279,6 +290,14 @@ class LineSearch(RunState):
         if self.auto is None or not is_review_due(self.auto):
             return ()
         return trail_of(self.auto)
+
+    def _layerwise(self, field: Field) -> Layerwise | None:
+        """What makes probes layer by layer, if that is asked for; it is kept as long as the same tensors move."""
+        if self.probes != "layerwise":
+            return None
+        if self._layers is None or self._layers.slots is not field.slots:
+            self._layers = Layerwise(field.mover)
+        return self._layers
 
     def _perturbation(self, field: Field, step: int) -> Perturbation:
         """The layers of this step's probes; while surveying all examples see the same ones."""
@@ -347,26 +366,13 @@ class LineSearch(RunState):
         super().__setstate__(state)
         if self.param_groups:
             self._complete_run()
-        self._field = None
+        self._field = self._layers = None
         self._modules, self._stepping = Modules(), Lock()
-
-    def __repr__(self) -> str:
-        run = self._run
-        shown = {name: run[name] for name in ("seed", "scale", "distribution", "directions", "step", "queries")}
-        lines = [f"{type(self).__name__} (", f"    backend: {self.field.backends}"]
-        lines += [f"    {name}: {value}" for name, value in shown.items()]
-        lines += [f"    lr: auto, r = {self.auto['r']:.4g}"] if self.auto else []
-        for number, group in enumerate(self.param_groups):
-            lines.append(f"Parameter Group {number}: {count_elements(group):,} elements")
-            settings = {name: group[name] for name in self._settings if group.get(name) is not None}
-            lines += [f"    {name}: {value}" for name, value in settings.items()]
-        return "\n".join([*lines, ")"])
 
 
 def _query(line: Line, objective: Objective, direction: int, offsets: Offsets) -> float:
     """The loss at one position."""
-    line.goto({direction: offsets})
-    return objective()
+    return line.at({direction: offsets}, objective)
 
 
 def _shared_losses(line: Line, check: Perturbation | None, objective: Objective, offsets: Offsets) -> list[float]:
@@ -374,10 +380,9 @@ def _shared_losses(line: Line, check: Perturbation | None, objective: Objective,
 
     With a `check`, layers whose examples could not have lines of their own are refused.
     """
-    line.goto({COMMON: offsets})
     if check is None:
-        return example_losses(objective.query())
-    return _losses(check, objective, (0.0,) * len(offsets))
+        return example_losses(line.at({COMMON: offsets}, objective.query))
+    return line.at({COMMON: offsets}, lambda: _losses(check, objective, (0.0,) * len(offsets)))
 
 
 def _losses(perturbation: Perturbation, objective: Objective, offsets: Offsets) -> list[float]:

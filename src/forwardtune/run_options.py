@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, TypedDict
 
-from forwardtune.arguments import Directions
+from forwardtune.arguments import Directions, Probes, Rounding
 from forwardtune.noise import Distribution
 from forwardtune.record import StepRecord
 from forwardtune.scales import Scale
@@ -39,6 +39,11 @@ class RunOptions(TypedDict, total=False):
         queries per step multiply (default 1). With ``"per-example"`` each example of the batch is searched along a line
         of its own, all in the same queries; the closure then returns one loss per example. With ``"auto"``, for
         ``lr="auto"``, they share a line until it is known that lines of their own are worth it. See `docs/lines.md`.
+    probes: ``"in-place"``, where all weights move to a probe, one pass each, and return but for the last bit; or
+        ``"layerwise"``, where those of a layer move only while it computes and return bit for bit, at the cost of two
+        more passes and a copy of the largest layer. ``"auto"`` (default): layer by layer if any weights have 16 bits.
+    rounding: of sums of 16-bit weights, ``"stochastic"`` (default), by which small steps add up, or ``"nearest"``. See
+        `docs/precision.md`.
     backend: what moves the weights, ``"auto"`` (default), ``"numba"`` (CPU), ``"triton"`` (CUDA) or ``"reference"``
         (any device, slow). All give the same bits. A backend requested by name that cannot run is an error.
     max_nonfinite: the run ends with an error after this many consecutive steps that were not taken because a loss was
@@ -51,6 +56,8 @@ class RunOptions(TypedDict, total=False):
     scale: Scale
     distribution: Distribution
     directions: Directions
+    probes: Probes
+    rounding: Rounding
     backend: str
     max_nonfinite: int
     recorder: Recorder | None

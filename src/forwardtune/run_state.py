@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from forwardtune.arguments import Directions
+from forwardtune.arguments import Directions, Probes, Rounding, count_elements
 from forwardtune.auto import Auto, agreement, is_surveying, start
 from forwardtune.errors import NonFiniteLossError, warn
 from forwardtune.noise import Distribution, Field, Slot
@@ -16,7 +16,7 @@ from forwardtune.noise.field import View
 from forwardtune.record import StepRecord
 from forwardtune.scales import Scale, relative_scales
 
-OLDER_RUN = {"plateaus": 0, "scale": "absolute", "auto": None}
+OLDER_RUN = {"plateaus": 0, "scale": "absolute", "auto": None, "probes": "in-place", "rounding": "nearest"}
 """What states lack that were saved before it could be chosen or was counted."""
 
 
@@ -29,6 +29,7 @@ class RunState(Optimizer):
 
     backend: str
     max_nonfinite: int
+    _settings: tuple[str, ...]
     _field: Field | None = None
     _warned = False
     _warned_of_plateaus = False
@@ -66,6 +67,7 @@ class RunState(Optimizer):
                 backend=self.backend,
                 scales=scales,
                 products=self.by_example,
+                stochastic=self.rounding == "stochastic",
             )
         return self._field
 
@@ -113,6 +115,18 @@ class RunState(Optimizer):
         return scale
 
     @property
+    def probes(self) -> Probes:
+        """Whether all weights move to a probe, or those of a layer while it computes."""
+        probes: Probes = self._run["probes"]
+        return probes
+
+    @property
+    def rounding(self) -> Rounding:
+        """How sums of 16-bit weights are rounded."""
+        rounding: Rounding = self._run["rounding"]
+        return rounding
+
+    @property
     def distribution(self) -> Distribution:
         """The distribution of the directions' elements."""
         distribution: Distribution = self._run["distribution"]
@@ -157,6 +171,20 @@ class RunState(Optimizer):
     def plateaus(self) -> int:
         """Steps of this run that saw the same loss at all their probes."""
         return int(self._run["plateaus"])
+
+    def __repr__(self) -> str:
+        run = self._run
+        shown = {
+            name: run[name] for name in ("seed", "scale", "distribution", "directions", "probes", "step", "queries")
+        }
+        lines = [f"{type(self).__name__} (", f"    backend: {self.field.backends}"]
+        lines += [f"    {name}: {value}" for name, value in shown.items()]
+        lines += [f"    lr: auto, r = {self.auto['r']:.4g}"] if self.auto else []
+        for number, group in enumerate(self.param_groups):
+            lines.append(f"Parameter Group {number}: {count_elements(group):,} elements")
+            settings = {name: group[name] for name in self._settings if group.get(name) is not None}
+            lines += [f"    {name}: {value}" for name, value in settings.items()]
+        return "\n".join([*lines, ")"])
 
     def _complain(self, record: StepRecord) -> None:
         """A step was not taken: warns once, and gives up after too many in a row."""

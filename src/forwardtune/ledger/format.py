@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from forwardtune.arguments import check_directions
+from forwardtune.arguments import PROBES, ROUNDINGS, check_directions
 from forwardtune.auto import SPAN, start
 from forwardtune.errors import InvalidArgumentError, LedgerError
 from forwardtune.noise import DISTRIBUTIONS, NOISE_VERSION
@@ -36,7 +36,7 @@ from forwardtune.noise.mover import check_number
 from forwardtune.record import LineRecord, Review, StepRecord
 from forwardtune.scales import SCALES
 
-SCHEMA = 3
+SCHEMA = 4
 TAKEN, NOT_TAKEN, RAISED = 0, 1, 2
 NEW_STATE, WITH_BUFFERS, REVIEWED, WENT_BACK, SHARED = 4, 8, 16, 32, 64
 """Added to the kind of a step that changed the run's state, of one whose state includes buffers, of one that reviewed
@@ -117,6 +117,8 @@ class Header:
     created: str
     scale: Any = "absolute"
     auto: Mapping[str, Any] | None = None
+    probes: Any = "in-place"
+    rounding: Any = "nearest"
 
     @property
     def dimension(self) -> int:
@@ -157,6 +159,7 @@ class Header:
         check_directions(self.directions, self.distribution)
         _require(self.distribution in DISTRIBUTIONS, f"distribution {self.distribution!r}")
         _require(self.scale in SCALES, f"scale {self.scale!r}")
+        _require(self.probes in PROBES and self.rounding in ROUNDINGS, f"{self.probes!r} and {self.rounding!r}")
         _require(self.auto is None or (isinstance(self.auto, dict) and self.auto.keys() == start().keys()), "auto")
         _require(self.groups and self.parameters, "no parameters")
         _require(len({p.number for p in self.parameters}) == len(self.parameters), "duplicate parameter numbers")

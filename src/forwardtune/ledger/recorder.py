@@ -290,6 +290,8 @@ def _header(optimizer: LineSearch, model: Model, fsync: Fsync, checkpoint_every:
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         scale=optimizer.scale,
         auto=optimizer.auto,
+        probes=optimizer.probes,
+        rounding=optimizer.rounding,
     )
 
 

@@ -131,6 +131,7 @@ def mover_over(slots: Sequence[Slot], header: Header, backend: str) -> Mover | O
         distribution=header.distribution,
         backend=backend,
         products=not isinstance(header.directions, int),
+        stochastic=header.rounding == "stochastic",
     )
 
 
@@ -143,13 +144,16 @@ def replay_steps(run: RecordedRun, mover: Mover | OuterMover, start: int, end: i
 
 
 def _moves(run: RecordedRun, record: StepRecord) -> Iterator[StepMove]:
-    """All moves of a step: along the steps before it, if it reviewed them, then along its own directions."""
-    zero = (0.0,) * len(run.header.groups)
+    """All moves of a step: along the steps before it, if it reviewed them, then along its own directions.
+
+    Where probes were made layer by layer, only those that were for good.
+    """
+    zero, layerwise = (0.0,) * len(run.header.groups), run.header.probes == "layerwise"
     if record.review:
         trail = run.trail(record)
-        for start, end in pairwise((1.0, *REVIEWED_AT, ENDS[record.review.back])):
+        for start, end in pairwise((1.0, *(() if layerwise else REVIEWED_AT), ENDS[record.review.back])):
             yield from moves_along(trail, start, end, zero)
     position: Position = {}
-    for there in record.path():
+    for there in [record.destination()] if layerwise else record.path():
         terms, position = terms_between(position, there, zero)
         yield record.step, terms

@@ -26,6 +26,9 @@ from forwardtune.ledger.states import buffers_in, check_buffers, read_states, re
 from forwardtune.ledger.weights import Model, has_frozen_weights, named_buffers, named_parameters, weights_of
 from forwardtune.optimizer import LineSearch
 
+OPTIONS = ("seed", "scale", "distribution", "directions", "probes", "rounding")
+"""Of a run, in its header as in its optimizer."""
+
 
 def resume(
     model: Model,
@@ -137,7 +140,7 @@ def _is_run_of(run: LiveRun, optimizer: LineSearch, model: Model) -> bool:
 
 def _progress(optimizer: LineSearch) -> list[Any]:
     """An optimizer's options and counters, and each group's memory and settings except for the rate."""
-    names = ("method", "seed", "scale", "distribution", "directions", "steps", "queries", "nonfinite", "auto")
+    names = ("method", *OPTIONS, "steps", "queries", "nonfinite", "auto")
     others = {*NOT_SETTINGS, "lr", "initial_lr"} - {"memory"}
     groups = [{name: v for name, v in group.items() if name not in others} for group in optimizer.param_groups]
     return [*(getattr(optimizer, name) for name in names), *groups]
@@ -209,7 +212,7 @@ def _optimizer(header: Header, tensors: dict[str, Tensor], backend: str) -> Line
         params = list(zip(group.labels, own, strict=True)) if group.labels else own
         settings = {n: v for n, v in group.settings.items() if not (header.auto and n == "rho")}
         groups.append({"params": params, **settings})
-    run = {name: getattr(header, name) for name in ("seed", "scale", "distribution", "directions", "max_nonfinite")}
+    run = {name: getattr(header, name) for name in (*OPTIONS, "max_nonfinite")}
     try:
         settings = {n: v for n, v in header.defaults.items() if n in inspect.signature(methods[-1]).parameters}
         if header.auto:

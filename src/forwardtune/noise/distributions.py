@@ -15,6 +15,11 @@ Words come in tiles of 256: 64 counters side by side, four words each, word `w` 
   polynomials with a relative error below 1.5e-6.
 - sphere: the normal vector of the whole model scaled to the length sqrt(d). Its squared length is summed in fixed
   point, so that it does not depend on the order of summation.
+
+Sums of 16-bit weights may be rounded stochastically: up in magnitude with a probability equal to the part of a unit in
+the last place that is lost, so that small steps add up. The bits that decide, half a word per element as for the
+uniform noise, are those of another stream, whose seed differs in its highest bit. Where a sum is undone the complement
+of these bits decides, which restores the old weight unless the sum had crossed a power of two.
 """
 
 from __future__ import annotations
@@ -26,6 +31,9 @@ Distribution = Literal["rademacher", "normal", "uniform", "sphere"]
 DISTRIBUTIONS: tuple[Distribution, ...] = get_args(Distribution)
 
 NOISE_VERSION = 1
+
+ROUNDING_SEED = 1 << 63
+"""What tells the seed of the bits that decide how sums are rounded from that of the noise."""
 
 LANES = 64
 TILE_WORDS = 4 * LANES

@@ -47,7 +47,8 @@ class Field:
     tensor([-0.5000,  0.5000, -0.5000])
 
     `scales` has a number for each tensor, which its directions are multiplied by; they are all 1 by default. With
-    `products` directions are those of :mod:`forwardtune.noise.outer`.
+    `products` directions are those of :mod:`forwardtune.noise.outer`. With `stochastic` sums of 16-bit weights are
+    rounded stochastically.
     `dimension` is the number of elements that move. `reach`, one over the square root of the coarsest dtype's
     precision, is a rough limit for offsets: beyond it, rounding would swallow weights of ordinary size.
     """
@@ -61,8 +62,10 @@ class Field:
         backend: str = "auto",
         scales: Iterable[Iterable[float]] | None = None,
         products: bool = False,
+        stochastic: bool = False,
     ) -> None:
-        self.seed, self.distribution, self.backend, self.products = seed, distribution, backend, products
+        self.seed, self.distribution, self.backend = seed, distribution, backend
+        self.products, self.stochastic = products, stochastic
         members = list(groups)
         self.groups = len(members)
         self._tensors = _numbered(members)
@@ -80,6 +83,7 @@ class Field:
             distribution=self.distribution,
             backend=self.backend,
             products=self.products,
+            stochastic=self.stochastic,
         )
         self.dimension = self._mover.dimension
         self._moving = [slot.tensor for slot in slots if not slot.tensor.is_inference()]

@@ -42,6 +42,7 @@ class Mover:
         seed: int,
         distribution: Distribution,
         backend: str = "auto",
+        stochastic: bool = False,
         whole: Mover | None = None,
     ) -> None:
         check_number("seed", seed)
@@ -50,7 +51,7 @@ class Mover:
                 f"unknown distribution {distribution!r}; choose one of {', '.join(DISTRIBUTIONS)}"
             )
         self.slots, self.groups, self.seed, self.distribution = tuple(slots), groups, seed, distribution
-        self.backend, self._whole = backend, whole
+        self.backend, self.stochastic, self._whole = backend, stochastic, whole
         self.dimension = sum(slot.tensor.numel() for slot in slots)
         by_kind: dict[type[Backend], list[Slot]] = {}
         for slot in slots:
@@ -62,7 +63,13 @@ class Mover:
     def part(self, slots: Sequence[Slot]) -> Mover:
         """Moves some of the slots, or copies of them, as this one moves them all."""
         return Mover(
-            slots, self.groups, seed=self.seed, distribution=self.distribution, backend=self.backend, whole=self
+            slots,
+            self.groups,
+            seed=self.seed,
+            distribution=self.distribution,
+            backend=self.backend,
+            stochastic=self.stochastic,
+            whole=self,
         )
 
     def move(self, step: int, terms: Sequence[Term]) -> None:
@@ -113,4 +120,4 @@ class Mover:
         return math.fsum(torch.cat(noise).to(torch.float64).square().tolist())
 
     def _key(self, step: int) -> Key:
-        return Key(self.seed, step, self.distribution)
+        return Key(self.seed, step, self.distribution, self.stochastic)

@@ -13,7 +13,7 @@ Beside them there is one direction without structure, `COMMON`: that of a common
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -75,14 +75,15 @@ def as_matrix(own: Factors) -> tuple[Tensor, Tensor]:
     return rows, rest[0] if len(rest) == 1 else (rest[0][:, :, None] * rest[1][:, None, :]).flatten(1)
 
 
-def add_reference(tensor: Tensor, own: Factors, offsets: Tensor) -> None:
-    """Adds `sum_j offsets[j] r_j s_j^T` to a tensor: summed line after line, then rounded once to its dtype."""
-    rows, columns = as_matrix(own)
+def add_reference(
+    tensor: Tensor, rows: Tensor, columns: Tensor, offsets: Tensor, key: Key, parameter: int, *, undone: bool
+) -> None:
+    """Adds `sum_j offsets[j] rows[j] columns[j]^T` to a tensor: summed line after line, then rounded once."""
     compute = torch.promote_types(tensor.dtype, torch.float32)
     total = torch.zeros(rows.shape[1], columns.shape[1], dtype=compute, device=tensor.device)
     for r, s, offset in zip(rows.to(compute), columns.to(compute), offsets.to(compute), strict=True):
         total += (offset * r)[:, None] * s
-    tensor.copy_(tensor.to(compute) + total.view(tensor.shape))
+    reference.add(tensor, total.view(tensor.shape), key, 0, parameter, undone=undone)
 
 
 class OuterMover:
@@ -91,18 +92,19 @@ class OuterMover:
     All terms of a move are one sum, rounded once; going back subtracts exactly what going forth added.
     """
 
-    def __init__(self, slots: Sequence[Slot], groups: int, *, seed: int, backend: str = "auto") -> None:
-        check_number("seed", seed)
+    def __init__(
+        self, slots: Sequence[Slot], groups: int, *, seed: int, backend: str = "auto", stochastic: bool = False
+    ) -> None:
         self.slots, self.groups, self.seed, self.backend = tuple(slots), groups, seed, backend
-        self.dimension = sum(slot.tensor.numel() for slot in slots)
-        kinds = {choose(backend, slot.tensor.device) for slot in slots}
-        self._common = Mover(slots, groups, seed=seed, distribution="rademacher", backend=backend)
+        self._common = Mover(
+            slots, groups, seed=seed, distribution="rademacher", backend=backend, stochastic=stochastic
+        )
+        self.dimension, self.names, self.stochastic = self._common.dimension, self._common.names, stochastic
         self._kept: dict[tuple[int, int], list[Factors]] = {}
-        self.names = sorted({"numba" if kind.name == "numba" else "reference" for kind in kinds})
 
     def part(self, slots: Sequence[Slot]) -> OuterMover:
         """Moves some of the slots, or copies of them, as this one moves them all."""
-        return OuterMover(slots, self.groups, seed=self.seed, backend=self.backend)
+        return OuterMover(slots, self.groups, seed=self.seed, backend=self.backend, stochastic=self.stochastic)
 
     def move(self, step: int, terms: Sequence[Term]) -> None:
         """Moves all tensors along lines of a step, in one pass for going back and one for going forth."""
@@ -117,10 +119,13 @@ class OuterMover:
         offsets[:, [term.direction for term in terms]] = torch.tensor(
             [[[-t for t in term.back] for term in terms], [list(term.forth) for term in terms]], dtype=torch.float64
         )
+        key = Key(self.seed, step, "rademacher", self.stochastic)
         for slot, own in zip(self.slots, self.factors(step, lines), strict=True):
-            for part in offsets[:, :, slot.group] * slot.scale:
+            for part, undone in zip(offsets[:, :, slot.group] * slot.scale, (True, False), strict=True):
                 if part.any():
-                    self._add(slot.tensor, own, part)
+                    adder(self.backend, slot.tensor)(
+                        slot.tensor, *as_matrix(own), part, key, slot.parameter, undone=undone
+                    )
 
     def factors(self, step: int, lines: int) -> list[Factors]:
         """The factors of all slots; those of recent steps are kept, since a review moves along them again."""
@@ -145,20 +150,32 @@ class OuterMover:
         for step, terms in moves:
             self.move(step, terms)
 
-    def _add(self, tensor: Tensor, own: Factors, offsets: Tensor) -> None:
-        fast = choose(self.backend, tensor.device).name == "numba" and tensor.is_contiguous()
-        if fast and tensor.dtype in (torch.float32, torch.float64):
-            from forwardtune.noise.backends.numba_outer import add_outer
 
-            add_outer(tensor, *as_matrix(own), offsets)
-        else:
-            add_reference(tensor, own, offsets)
+def adder(backend: str, tensor: Tensor) -> Callable[..., None]:
+    """What adds sums of products to a tensor; see `add_reference`."""
+    name = choose(backend, tensor.device).name if tensor.is_contiguous() else "reference"
+    if name == "numba":
+        from forwardtune.noise.backends import numba_outer
+
+        return numba_outer.add_outer
+    if name == "triton":
+        from forwardtune.noise.backends import triton_outer
+
+        return triton_outer.add_outer
+    return add_reference
 
 
 def mover_of(
-    slots: Sequence[Slot], groups: int, *, seed: int, distribution: Distribution, backend: str, products: bool
+    slots: Sequence[Slot],
+    groups: int,
+    *,
+    seed: int,
+    distribution: Distribution,
+    backend: str,
+    products: bool,
+    stochastic: bool,
 ) -> Mover | OuterMover:
     """The mover along directions that are products, or along others."""
     if products:
-        return OuterMover(slots, groups, seed=seed, backend=backend)
-    return Mover(slots, groups, seed=seed, distribution=distribution, backend=backend)
+        return OuterMover(slots, groups, seed=seed, backend=backend, stochastic=stochastic)
+    return Mover(slots, groups, seed=seed, distribution=distribution, backend=backend, stochastic=stochastic)

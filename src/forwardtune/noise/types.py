@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from forwardtune.noise.distributions import Distribution
+from forwardtune.noise.distributions import ROUNDING_SEED, Distribution
 
 COMMON = -1
 """Among directions that are products (see `outer`), the number of the one that is not; its noise is that of direction 0
@@ -16,15 +16,24 @@ in a run along common lines."""
 
 
 class Key(NamedTuple):
-    """What the noise of a step depends on, besides direction, parameter and index."""
+    """What the noise of a step depends on, besides direction, parameter and index.
+
+    stochastic: whether sums of 16-bit weights are rounded stochastically instead of to nearest.
+    """
 
     seed: int
     step: int
     distribution: Distribution
+    stochastic: bool = False
 
     @property
     def seed_words(self) -> tuple[int, int]:
         return self.seed & 0xFFFFFFFF, self.seed >> 32
+
+    @property
+    def rounding(self) -> Key:
+        """The key of the bits that decide how sums are rounded."""
+        return self._replace(seed=self.seed ^ ROUNDING_SEED)
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from forwardtune.noise.backends.numba_pieces import (
     add,
     add_five_f32,
     add_rademacher,
+    add_rounded,
     add_twice_f32,
     exchange,
     f32,
@@ -54,10 +55,12 @@ from forwardtune.noise.backends.numba_pieces import (
     i32,
     i64,
     jit,
+    multiply,
     normal,
     philox,
     pointer,
     round_keys,
+    rounding_bits,
     u32,
     u64,
 )
@@ -94,27 +97,43 @@ def _no_zeros(offsets):
 
 
 @jit
-def _collect(sums, group, scale, lengths, offsets, first, last):
-    """Writes what terms `first` to `last` add, one after the other, padded with -0.0; returns how many sums that is."""
+def _collect(sums, undoes, group, scale, lengths, offsets, first, last):
+    """Writes what terms `first` to `last` add, one after the other, padded with -0.0; returns how many sums that is.
+
+    `undoes` has whether a sum goes back.
+    """
     count = 0
     for term in range(first, last):
         back = offsets[term, 0, group] * scale * lengths[term]
         forth = offsets[term, 1, group] * scale * lengths[term]
-        for offset in (-back, forth):
+        for undone, offset in ((True, -back), (False, forth)):
             if back != forth and offset != 0.0:
-                sums[count] = offset
+                sums[count], undoes[count] = offset, undone
                 count += 1
     sums[count : count + FUSED] = -0.0
     return count
 
 
 @jit
-def _move(table, scales, shapes, strides, first, last, kind, keys, steps, directions, lengths, offsets):
+def _round_all(address, dtype, count, noise, sums, undoes, words):
+    """As `_add_all`, on elements of 16 bits, with the words that decide how sums are rounded."""
+    bits, change = np.empty(D.BLOCK, u32), np.empty(count, f32)
+    for i in range(sums.size):
+        rounding_bits(bits, words, u32(0xFFFF) if undoes[i] else u32(0))
+        multiply(change, noise, f32(sums[i]))
+        add_rounded(address, dtype, count, change, bits)
+
+
+@jit
+def _move(table, scales, shapes, strides, first, last, kind, keys, rounding, steps, directions, lengths, offsets):
     """Makes all moves on one tile after the other, in chunks `first` to `last`.
 
-    The last four arguments have the terms of all moves; `offsets` has one (back, forth) per term and group.
+    The last four arguments have the terms of all moves; `offsets` has one (back, forth) per term and group. `rounding`
+    are the keys of stochastic rounding, and empty if sums are rounded to nearest.
     """
     words = np.empty(D.TILE_WORDS, u32)
+    deciding = np.empty(D.TILE_WORDS, u32)
+    undoes = np.empty(2 * steps.size + FUSED, np.bool_)
     noise = np.empty(D.BLOCK, f32)
     packed = np.empty(D.RADEMACHER_TILE, f64)
     sums = np.empty(2 * steps.size + FUSED, f64)
@@ -135,7 +154,7 @@ def _move(table, scales, shapes, strides, first, last, kind, keys, steps, direct
                 step, direction, before = steps[term], directions[term], term
                 while term < steps.size and steps[term] == step and directions[term] == direction:
                     term += 1
-                several = _collect(sums, group, scales[c], lengths, offsets, before, term)
+                several = _collect(sums, undoes, group, scales[c], lengths, offsets, before, term)
                 if several == 0:
                     continue
                 block = u64((start + low) // tile * D.LANES)
@@ -149,7 +168,12 @@ def _move(table, scales, shapes, strides, first, last, kind, keys, steps, direct
                     word, within = done // D.BLOCK * block_words, done % D.BLOCK
                     m = min(D.BLOCK - within, n - done)
                     fill(noise, words[word : word + block_words], kind)
-                    _add_all(target + done * size, dtype, m, noise[within : within + m], sums[:several])
+                    if size == 2 and rounding.size:
+                        own = u64((start + low + done) // D.BLOCK * D.LANES)
+                        philox(deciding, own, u64(direction), u64(parameter), u64(step), rounding)
+                        _round_all(target + done * size, dtype, m, noise, sums[:several], undoes, deciding)
+                    else:
+                        _add_all(target + done * size, dtype, m, noise[within : within + m], sums[:several])
                     done += m
             if layout >= 0:
                 exchange(address, target, dtype, n, start + low, shapes[layout], strides[layout], True)
@@ -192,10 +216,11 @@ def _self_test() -> None:
         ours, theirs = ([torch.ones(700, dtype=dtype) for dtype in DTYPES] for _ in range(2))
         slots = [[Slot(tensor, number, 0, 0.75) for number, tensor in enumerate(part)] for part in (ours, theirs)]
         fast, slow = CpuNumba(slots[0], tested=True), reference.Reference(slots[1])
-        key = Key(1, 2, name)
+        key = Key(1, 2, name, stochastic=True)
         for backend in (fast, slow):
             backend.move([(key, [Term(3, [0.1], [0.2])])])
-            backend.move([(key, [Term(1, [0.0], [0.1]), Term(1, [0.1], [0.3]), Term(1, [0.3], [0.2])])])
+            nearest = key._replace(stochastic=False)
+            backend.move([(nearest, [Term(1, [0.0], [0.1]), Term(1, [0.1], [0.3]), Term(1, [0.3], [0.2])])])
         same = fast.squares(key, 3) == slow.squares(key, 3) if name == "sphere" else True
         if not same or not all(map(torch.equal, ours, theirs)):
             raise BackendError(
@@ -220,9 +245,11 @@ class CpuNumba:
 
     def move(self, moves: Sequence[Move]) -> None:
         c, key = self.chunks, moves[0][0]
+        place = c.table, c.scales, c.shapes, c.strides
         kind, keys, terms = KINDS[key.distribution], round_keys(key.seed), Terms.of(moves)
+        rounding = round_keys(key.rounding.seed)[: None if key.stochastic else 0]
         self._share(
-            lambda first, last: _move(c.table, c.scales, c.shapes, c.strides, first, last, kind, keys, *terms),
+            lambda first, last: _move(*place, first, last, kind, keys, rounding, *terms),
             len(terms.steps),
         )
 

@@ -86,23 +86,61 @@ def _uniform(word):
 
 
 @triton.jit
-def _move_term(x, noise, back, forth, compute: tl.constexpr):
+def _rounding_bits(index, direction, parameter, step, k0, k1):
+    """Sixteen bits for each element, by its index."""
+    word = index % TILE_WORDS
+    block = index // BLOCK * LANES + word % LANES
+    c0 = block.to(tl.uint32)
+    c1 = (block >> 32 << 16 | direction).to(tl.uint32)
+    c2 = tl.zeros_like(c0) + parameter.to(tl.uint32)
+    c3 = tl.zeros_like(c0) + step.to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox_impl(c0, c1, c2, c3, k0.to(tl.uint32), k1.to(tl.uint32))
+    row = word // LANES
+    four = tl.where(row < 2, tl.where(row == 0, w0, w1), tl.where(row == 2, w2, w3))
+    return tl.where(index % BLOCK >= TILE_WORDS, four >> 16, four & 0xFFFF)
+
+
+@triton.jit
+def _move_term(
+    x, noise, back, forth, index, direction, parameter, step, r0, r1, compute: tl.constexpr, stochastic: tl.constexpr
+):
     """Both sums of a term."""
+    bits = _rounding_bits(index, direction, parameter, step, r0, r1) if stochastic else 0
     if back != 0:
-        x = _sum(x, noise, -back, compute)
+        x = _sum(x, noise.to(compute) * (-back).to(compute), 0xFFFF - bits, compute, stochastic)
     if forth != 0:
-        x = _sum(x, noise, forth, compute)
+        x = _sum(x, noise.to(compute) * forth.to(compute), bits, compute, stochastic)
     return x
 
 
 @triton.jit
-def _sum(x, noise, scale, compute: tl.constexpr):
-    total = x.to(compute) + noise.to(compute) * scale.to(compute)
+def _sum(x, change, bits, compute: tl.constexpr, stochastic: tl.constexpr):
+    total = x.to(compute) + change
+    if stochastic:
+        return _rounded(total, bits, x.dtype)
     if x.dtype == tl.bfloat16:  # to nearest even by hand: triton's interpreter truncates
         bits = total.to(tl.uint32, bitcast=True)
         bits = tl.where(total == total, bits + 0x7FFF + (bits >> 16 & 1) >> 16, 0x7FC0)
         return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return total.to(x.dtype)
+
+
+@triton.jit
+def _rounded(total, bits, dtype: tl.constexpr):
+    """A float32 sum in 16 bits, rounded up in magnitude where the bits carry."""
+    whole = total.to(tl.uint32, bitcast=True)
+    magnitude, sign = whole & 0x7FFFFFFF, whole >> 16 & 0x8000
+    bits = bits.to(tl.uint32)
+    if dtype == tl.bfloat16:
+        kept = tl.where(magnitude > 0x7F800000, 0x7FC0, magnitude + bits >> 16)
+    else:
+        kept = magnitude + (bits >> 3) - 0x38000000 >> 13
+        small = tl.where(magnitude < 0x38800000, magnitude, 0x38800000).to(tl.float32, bitcast=True)
+        fixed = (small * 1099511627776.0).to(tl.int32).to(tl.uint32)  # subnormal: units of 2^-24, and 16 bits below
+        kept = tl.where(magnitude < 0x38800000, fixed + bits >> 16, kept)
+        kept = tl.where(magnitude >= 0x47800000, 0x7C00, kept)
+        kept = tl.where(magnitude > 0x7F800000, 0x7E00, kept)
+    return (kept | sign).to(tl.uint16).to(dtype, bitcast=True)
 
 
 @triton.jit
@@ -128,10 +166,10 @@ def _load_term(steps, directions, lengths, offsets, groups, term, group, scale):
     return back, forth, tl.load(steps + term), tl.load(directions + term)
 
 
-@triton.jit(do_not_specialize=["terms", "groups", "k0", "k1"])
+@triton.jit(do_not_specialize=["terms", "groups", "k0", "k1", "r0", "r1"])
 def _move(
-    table, scales, shapes, strides, steps, directions, lengths, offsets, terms, groups, k0, k1,
-    kind: tl.constexpr, dtype: tl.constexpr, compute: tl.constexpr, dims: tl.constexpr,
+    table, scales, shapes, strides, steps, directions, lengths, offsets, terms, groups, k0, k1, r0, r1,
+    kind: tl.constexpr, dtype: tl.constexpr, compute: tl.constexpr, dims: tl.constexpr, stochastic: tl.constexpr,
 ):  # fmt: skip
     """Moves one chunk along every term."""
     row = table + tl.program_id(0) * COLUMNS
@@ -149,7 +187,10 @@ def _move(
             if back != forth:
                 words = _words(start, CHUNK, direction, parameter, step, k0, k1)
                 sign = (words[:, :, None] >> bit.to(tl.uint32) & 1).to(tl.int32)
-                x = _move_term(x, (1 - 2 * sign).to(tl.float32), back, forth, compute)
+                x = _move_term(
+                    x, (1 - 2 * sign).to(tl.float32), back, forth,
+                    start + element, direction, parameter, step, r0, r1, compute, stochastic,
+                )  # fmt: skip
         tl.store(pointers, x, mask=element < count)
     else:
         first = _first_elements(BLOCK, 1)
@@ -166,8 +207,14 @@ def _move(
                     noise1, noise2 = _uniform(words)
                 else:
                     noise1, noise2 = _normal(words)
-                x1 = _move_term(x1, noise1, back, forth, compute)
-                x2 = _move_term(x2, noise2, back, forth, compute)
+                x1 = _move_term(
+                    x1, noise1, back, forth,
+                    start + first, direction, parameter, step, r0, r1, compute, stochastic,
+                )  # fmt: skip
+                x2 = _move_term(
+                    x2, noise2, back, forth,
+                    start + second, direction, parameter, step, r0, r1, compute, stochastic,
+                )  # fmt: skip
         tl.store(pointers1, x1, mask=first < count)
         tl.store(pointers2, x2, mask=second < count)
 
@@ -229,8 +276,9 @@ class _Launch:
         with _on(self.device):
             _move[(self.programs,)](
                 *self.memory, *(array.to(self.device) for array in terms),
-                len(terms[0]), terms[-1].shape[-1], *key.seed_words,
-                kind=KINDS[key.distribution], dtype=TYPES[self.dtype], compute=compute, dims=self.dims, **OPTIONS,
+                len(terms[0]), terms[-1].shape[-1], *key.seed_words, *key.rounding.seed_words,
+                kind=KINDS[key.distribution], dtype=TYPES[self.dtype], compute=compute, dims=self.dims,
+                stochastic=key.stochastic and self.dtype.itemsize == 2, **OPTIONS,
             )  # fmt: skip
 
     def squares(self, key: Key, direction: int) -> int:

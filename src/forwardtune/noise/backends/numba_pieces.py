@@ -213,16 +213,20 @@ def add_bf16(x, noise, scale):
 
 
 @jit
+def _from_f16(half):
+    """To float32: shift the bits and let a multiplication correct the exponent, also of subnormals."""
+    magnitude = f32(u32(u32(half & u32(0x7FFF)) << u32(13)).view(f32) * f32(2.0**112))
+    full = u32(f32(magnitude).view(u32) | u32(u32(half & u32(0x8000)) << u32(16)))
+    if u32(half & u32(0x7C00)) == u32(0x7C00):
+        full = u32(full | u32(0x7F800000))
+    return u32(full).view(f32)
+
+
+@jit
 def add_f16(x, noise, scale):
     for j in range(u64(x.size)):
-        half = u32(x[j])
-        # to float32: shift the bits and let a multiplication correct the exponent, also of subnormals
-        magnitude = f32(u32(u32(half & u32(0x7FFF)) << u32(13)).view(f32) * f32(2.0**112))
-        full = u32(f32(magnitude).view(u32) | u32(u32(half & u32(0x8000)) << u32(16)))
-        if u32(half & u32(0x7C00)) == u32(0x7C00):
-            full = u32(full | u32(0x7F800000))
-        total = u32(full).view(f32) + noise[j] * scale
-        # and back, to nearest even: normal numbers by integer rounding, subnormal ones by adding one half
+        total = _from_f16(u32(x[j])) + noise[j] * scale
+        # back to nearest even: normal numbers by integer rounding, subnormal ones by adding one half
         bits = f32(total).view(u32)
         sign = u32(u32(bits & u32(0x80000000)) >> u32(16))
         bits = u32(bits & u32(0x7FFFFFFF))
@@ -244,6 +248,58 @@ def add(address, dtype, count, noise, scale):
         add_bf16(carray(pointer(address, u16), (count,)), noise, f32(scale))
     else:
         add_f16(carray(pointer(address, u16), (count,)), noise, f32(scale))
+
+
+@jit
+def multiply(change, noise, scale):
+    for j in range(u64(change.size)):
+        change[j] = noise[j] * scale
+
+
+@jit
+def rounding_bits(bits, words, flip):
+    """Sixteen bits for each element of a block, which `flip` (0 or 0xFFFF) may turn over."""
+    for j in range(_WORDS):
+        bits[j] = u32(u32(words[j] & u32(0xFFFF)) ^ flip)
+        bits[j + _WORDS] = u32(u32(words[j] >> u32(16)) ^ flip)
+
+
+@jit
+def round_bf16(x, change, bits):
+    """Adds a float32 change, and rounds up in magnitude where the bits carry."""
+    for j in range(u64(x.size)):
+        total = u32(u32(x[j]) << u32(16)).view(f32) + change[j]
+        whole = f32(total).view(u32)
+        sign = u32(u32(whole & u32(0x80000000)) >> u32(16))
+        carried = u32(u32(u32(whole & u32(0x7FFFFFFF)) + bits[j]) >> u32(16))
+        x[j] = u16(u32((carried if total == total else u32(0x7FC0)) | sign))
+
+
+@jit
+def round_f16(x, change, bits):
+    for j in range(u64(x.size)):
+        total = _from_f16(u32(x[j])) + change[j]
+        whole = f32(total).view(u32)
+        sign = u32(u32(whole & u32(0x80000000)) >> u32(16))
+        whole = u32(whole & u32(0x7FFFFFFF))
+        carried = u32(u32(whole + u32(bits[j] >> u32(3)) - u32(0x38000000)) >> u32(13))
+        # subnormal: units of 2^-24, and 16 bits below
+        fixed = u32(i32(u32(min(whole, u32(0x38800000))).view(f32) * f32(2.0**40)))
+        tiny = u32(u32(fixed + bits[j]) >> u32(16))
+        result = tiny if whole < u32(0x38800000) else carried
+        result = u32(0x7C00) if whole >= u32(0x47800000) else result
+        result = u32(0x7E00) if whole > u32(0x7F800000) else result
+        x[j] = u16(u32(result | sign))
+
+
+@jit
+def add_rounded(address, dtype, count, change, bits):
+    """Adds a change to elements of 16 bits, rounded stochastically."""
+    x = carray(pointer(address, u16), (count,))
+    if dtype == BF16:
+        round_bf16(x, change, bits)
+    else:
+        round_f16(x, change, bits)
 
 
 @jit

@@ -34,6 +34,32 @@ def values(key: Key, direction: int, parameter: int, start: int, stop: int, devi
     return _box_muller(word, second)
 
 
+def rounding_bits(key: Key, direction: int, parameter: int, start: int, stop: int, device: torch.device) -> Tensor:
+    """Sixteen bits for each of these elements, as int64."""
+    index = torch.arange(start, stop, device=device)
+    number = index // D.BLOCK * D.TILE_WORDS + index % D.TILE_WORDS
+    word = _word(key.rounding, direction, parameter, number)
+    return torch.where(index % D.BLOCK >= D.TILE_WORDS, word >> 16, word & 0xFFFF)
+
+
+def rounded(total: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Float32 sums as bfloat16 or float16, rounded up in magnitude where sixteen bits are more than what is kept.
+
+    Added to the bits that are lost, they carry into those that are kept.
+    """
+    whole = total.view(torch.int32).to(torch.int64)
+    magnitude, sign = whole & 0x7FFFFFFF, whole >> 16 & 0x8000
+    if dtype == torch.bfloat16:
+        kept = torch.where(magnitude > 0x7F800000, 0x7FC0, magnitude + bits >> 16)
+    else:
+        kept = magnitude + (bits >> 3) - 0x38000000 >> 13
+        fixed = (total.abs().clamp(max=1.0) * 2.0**40).to(torch.int64)  # subnormal: units of 2^-24, and 16 bits below
+        kept = torch.where(magnitude < 0x38800000, fixed + bits >> 16, kept)
+        kept = torch.where(magnitude >= 0x47800000, 0x7C00, kept)
+        kept = torch.where(magnitude > 0x7F800000, 0x7E00, kept)
+    return (kept | sign).to(torch.uint16).view(dtype)
+
+
 def _word(key: Key, direction: int, parameter: int, number: Tensor) -> Tensor:
     """Words of the parameter's stream, by number."""
     block = number // D.TILE_WORDS * D.LANES + number % D.LANES
@@ -98,6 +124,17 @@ def pieces(tensor: Tensor, start: int = 0) -> Iterator[tuple[Tensor, int]]:
         start += piece.numel()
 
 
+def add(
+    piece: Tensor, change: Tensor, key: Key, direction: int, parameter: int, start: int = 0, *, undone: bool = False
+) -> None:
+    """Adds a change to elements of a parameter, from `start` on, rounded as the key says; `undone`: it goes back."""
+    total = piece.to(change.dtype) + change
+    if key.stochastic and piece.element_size() == 2:
+        bits = rounding_bits(key, direction, parameter, start, start + piece.numel(), piece.device).view(piece.shape)
+        total = rounded(total, 0xFFFF - bits if undone else bits, piece.dtype)
+    piece.copy_(total)
+
+
 class Reference:
     """Moves tensors of any device, dtype and layout, slowly and plainly."""
 
@@ -121,10 +158,10 @@ class Reference:
             back, forth = (offsets[slot.group] * slot.scale * term.length for offsets in (term.back, term.forth))
             for piece, start in pieces(slot.tensor) if back != forth else ():
                 noise = self._noise(key, term.direction, slot, piece, start).to(compute)
-                for offset in (-back, forth):
+                for offset, undone in ((-back, True), (forth, False)):
                     if offset:
                         factor = torch.tensor(offset, dtype=compute, device=piece.device)
-                        piece.copy_(piece.to(compute) + noise * factor)
+                        add(piece, noise * factor, key, term.direction, slot.parameter, start, undone=undone)
 
     def squares(self, key: Key, direction: int) -> int:
         total = 0
