@@ -155,11 +155,11 @@ MALFORMED = {
     "no checksum": (lambda header: save({}, {"format": "forwardtune ledger", "schema": "1"}), "is damaged .'crc'"),
     "newer export": (
         lambda header: save({}, {"format": "forwardtune ledger", "schema": "99"}),
-        "has format 99, newer than 3; install a newer forwardtune",
+        "has format 99, newer than 4; install a newer forwardtune",
     ),
     "newer journal": (
         lambda header: journal(header, schema=99),
-        "has format 99, newer than 3; install a newer forwardtune",
+        "has format 99, newer than 4; install a newer forwardtune",
     ),
     "other safetensors": (lambda header: save({}), "is not a ledger$"),
 }

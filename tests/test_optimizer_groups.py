@@ -146,14 +146,20 @@ def test_a_model_converted_between_steps(method):
 
 
 @pytest.mark.parametrize(
-    ("method", "backend", "steps"), [*((method, "numba", 40) for method in METHODS), ("VS2P", "triton", 3)]
+    ("method", "backend", "steps", "rounding"),
+    [
+        *((method, "numba", 40, "nearest") for method in METHODS),
+        ("VS2P", "numba", 40, "stochastic"),
+        ("VS2P", "triton", 3, "stochastic"),
+    ],
 )
-def test_backends_move_in_lockstep(method, backend, steps):
+def test_backends_move_in_lockstep(method, backend, steps, rounding):
     """The slow, obvious backend and a fast one: the same weights and the same records, bit for bit."""
     make, _ = METHODS[method]
     slow, fast = Odd(), Odd()
-    one = make(slow.parameters(), backend="reference", distribution="normal", directions=2)
-    two = make(fast.parameters(), backend=backend, distribution="normal", directions=2)
+    same = {"distribution": "normal", "directions": 2, "rounding": rounding}
+    one = make(slow.parameters(), backend="reference", **same)
+    two = make(fast.parameters(), backend=backend, **same)
     for _ in range(steps):
         one.step(slow.loss)
         two.step(fast.loss)

@@ -17,7 +17,7 @@ def test_kernels_compile_without_fused_or_approximate_operations(capability, tmp
     )
     assert result.returncode == 0, result.stderr
     rows = [line.split() for line in result.stdout.splitlines()]
-    assert len(rows) == 12
+    assert len(rows) == 17
     for name, size, *unwanted in rows:
         assert int(size) > 1000, name
         assert unwanted == ["0", "0", "0"], name

@@ -1,7 +1,7 @@
 """Probes that leave every bit of the weights as it was: a layer's weights move only while it computes.
 
 Before a layer computes they are copied and moved to the probe; afterwards they are put back from the copy, of which
-there is one at a time. Parameters that are used outside their layer are moved for the whole query.
+there is one at a time. Parameters that are used outside their layer stay at the probe until the query ends.
 """
 
 from __future__ import annotations
@@ -39,17 +39,15 @@ class Layerwise:
     def query(self, moves: Moves, query: Callable[[], Any]) -> Any:
         """What a query returns when all weights have made these moves.
 
-        The first one shows which parameters are used outside their layers; if there are any it is made once more.
+        The first one shows which parameters are used outside their layers, and moves those from then on.
         """
         self._moves = moves
-        if self._held is None:
-            usage = Usage(self.slots)
-            result = self._made((), lambda: usage(query))
-            everything = range(len(self.slots))
-            self._held = tuple(n for n in everything if usage.compiled or n in usage.outside or n not in usage.inside)
-            if not self._held:
-                return result
-        return self._made(self._held, query)
+        if self._held is not None:
+            return self._made(self._held, query)
+        usage = Usage(self.slots, lambda number: self._move((number,)))
+        result = self._made((), lambda: usage(query))
+        self._held = tuple(n for n in range(len(self.slots)) if n in usage.outside or n not in usage.inside)
+        return result
 
     def _made(self, held: tuple[int, ...], query: Callable[[], Any]) -> Any:
         with ExitStack() as hooks:
@@ -68,7 +66,7 @@ class Layerwise:
         self._put_back(tuple(self._away))
 
     def _depart(self, layer: nn.Module, args: Any) -> None:
-        own = tuple(n for n in tuned_in(layer, self._numbers).values() if n not in self._away)
+        own = tuple(n for n in dict.fromkeys(tuned_in(layer, self._numbers).values()) if n not in self._away)
         self._moved.append(own)
         self._move(own)
 
@@ -86,13 +84,15 @@ class Layerwise:
         return output
 
     def _move(self, numbers: tuple[int, ...]) -> None:
+        numbers = tuple(number for number in numbers if number not in self._away)
         if not numbers or not any(terms for _, terms in self._moves):
             return
-        for number in numbers:
-            self._away[number] = self._copy(self.slots[number].tensor)
         if numbers not in self._parts:
             self._parts[numbers] = self._mover.part([self.slots[number] for number in numbers])
-        self._parts[numbers].chain(self._moves)
+        with torch._C.DisableTorchFunction():  # which usage would watch
+            for number in numbers:
+                self._away[number] = self._copy(self.slots[number].tensor)
+            self._parts[numbers].chain(self._moves)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         spare = self._spare.pop((tensor.dtype, tensor.device), None)
@@ -105,7 +105,10 @@ class Layerwise:
         for number in numbers:
             if number in self._away:
                 tensor, copy = self.slots[number].tensor, self._away[number]
-                with torch.inference_mode():  # in which tensors of either kind may be changed
+                with (
+                    torch.inference_mode(),
+                    torch._C.DisableTorchFunction(),
+                ):  # the former lets inference tensors change
                     tensor.copy_(copy[: tensor.numel()].view(tensor.shape))
                 del self._away[number]
                 kind = tensor.dtype, tensor.device

@@ -36,19 +36,34 @@ def _own(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield from ((f"{name}.{key}", tensor) for key, tensor in child.named_parameters(recurse=False))
 
 
-class Usage(TorchFunctionMode):
-    """Watches a query: `inside` are the slots that were used while their layer computed, `outside` the others.
+GIVE = {"data", "T", "mT", "H", "mH", "real"}
+"""The attributes of a tensor that give its elements."""
+ASK = {"size", "dim", "numel", "nelement", "stride", "storage_offset", "data_ptr", "element_size", "get_device"}
+ASK |= {"untyped_storage", "has_names", "type", "__hash__", "__repr__", "__format__", "__len__"}
+"""Methods that ask something about a tensor but do not give its elements."""
 
-    Of `torch.compile`'s modules the parts are not seen: then `compiled` is True.
+
+def gives_elements(function: Any) -> bool:
+    """Whether a function of torch does more with a tensor than to ask about its shape or its memory."""
+    name = getattr(function, "__name__", "")
+    if name == "__get__":
+        return getattr(function.__self__, "__name__", "") in GIVE
+    return name not in ASK and not name.startswith("is_") and name != "__set__"
+
+
+class Usage(TorchFunctionMode):
+    """Watches a query: which slots are used while their layer computes (`inside`), and which otherwise.
+
+    `on_outside` is told of the latter, each before its first use. Of `torch.compile`'s modules the parts are not seen:
+    all slots count as used outside.
     """
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[Slot], on_outside: Callable[[int], None]) -> None:
         super().__init__()
-        self._numbers = numbered(slots)
+        self._numbers, self._on_outside = numbered(slots), on_outside
         self._computing: list[set[int]] = []
         self.inside: set[int] = set()
         self.outside: set[int] = set()
-        self.compiled = False
 
     def __call__(self, query: Callable[[], Any]) -> Any:
         with ExitStack() as watching:
@@ -58,7 +73,9 @@ class Usage(TorchFunctionMode):
             return query()
 
     def _begin(self, layer: nn.Module, args: Any) -> None:
-        self.compiled |= type(layer).__name__ == "OptimizedModule"
+        if type(layer).__name__ == "OptimizedModule":
+            for number in self._numbers.values():
+                self._use_outside(number)
         self._computing.append(set(tuned_in(layer, self._numbers).values()))
 
     def _end(self, layer: nn.Module, args: Any, output: Any) -> None:
@@ -67,11 +84,23 @@ class Usage(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # more than a question about a tensor
+        if gives_elements(function):
             for leaf in tree_leaves([args, kwargs]):
-                if isinstance(leaf, nn.Parameter) and leaf.data_ptr() in self._numbers:
-                    number = self._numbers[leaf.data_ptr()]
-                    used = self.inside if any(number in own for own in self._computing) else self.outside
-                    used.add(number)
-        return result
+                if isinstance(leaf, Tensor) and (number := self._numbers.get(_address(leaf))) is not None:
+                    if any(number in own for own in self._computing):
+                        self.inside.add(number)
+                    else:
+                        self._use_outside(number)
+        return function(*args, **(kwargs or {}))
+
+    def _use_outside(self, number: int) -> None:
+        if number not in self.outside:
+            self.outside.add(number)
+            self._on_outside(number)
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a wrapper around other tensors
+        return 0
