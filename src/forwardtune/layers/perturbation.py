@@ -80,7 +80,7 @@ class Perturbation:
             own = self._factors_of(1 if self._shared else n)
             self._factors = [tuple(f.expand(n, -1) for f in of) for of in own] if self._shared else own
         if len(x) == 1 and self.examples > 1:  # the same for all, such as positions
-            return x.expand(self.examples, *x.shape[1:]), y.expand(self.examples, *y.shape[1:])
+            return x.expand(self.examples, *x.shape[1:]), y.repeat(self.examples, *[1] * (y.ndim - 1))
         if len(x) != self.examples or len(y) != self.examples:
             raise InvalidArgumentError(
                 f"the layer with {name} got {len(x)} rows, and the first layer {self.examples}: which of them belong "

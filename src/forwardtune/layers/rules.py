@@ -2,7 +2,7 @@
 
 With `W + c r_i s_i^T` in place of `W`, example i's output changes by `c (s_i . x_i) r_i`: two passes over activations
 instead of one over the weights. A rule is given a layer, its input and output, and the nudges of its parameters, and
-returns the output with them.
+returns the output with them, for which it may use the memory of the output.
 """
 
 from __future__ import annotations
@@ -33,32 +33,37 @@ Rule = Callable[[Any, Tensor, Tensor, Nudges], Tensor]
 
 
 def linear(layer: nn.Linear, x: Tensor, y: Tensor, nudges: Nudges) -> Tensor:
-    if "weight" in nudges:
-        amplitude, (rows, columns) = nudges["weight"]
-        y = _add_outer(y, x, columns, rows, amplitude)
-    return _with_bias(y, nudges, -1)
+    return _linear(x, y, nudges, lambda rows, columns: (columns, rows))
 
 
 def transposed(layer: Any, x: Tensor, y: Tensor, nudges: Nudges) -> Tensor:
     """GPT-2's Conv1D, a linear map whose weight has inputs for rows."""
+    return _linear(x, y, nudges, lambda rows, columns: (rows, columns))
+
+
+def _linear(x: Tensor, y: Tensor, nudges: Nudges, order: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+    """`y_i + (c s_i . x_i) r_i + c' b_i` for every position of every example, in one pass over y."""
+    left, right = [], []
     if "weight" in nudges:
         amplitude, (rows, columns) = nudges["weight"]
-        y = _add_outer(y, x, rows, columns, amplitude)
-    return _with_bias(y, nudges, -1)
-
-
-def _add_outer(y: Tensor, x: Tensor, inputs: Tensor, outputs: Tensor, amplitude: float) -> Tensor:
-    """`y_i + amplitude (inputs_i . x_i) outputs_i` for every position of every example."""
-    flat = x.flatten(1, -2) if x.ndim > 2 else x[:, None]
-    along = torch.bmm(flat, inputs.to(x.dtype)[:, :, None])
-    change = torch.bmm(along * amplitude, outputs.to(x.dtype)[:, None, :])
-    return y + change.view(len(x), *x.shape[1:-1], -1)
+        inputs, outputs = order(rows, columns)
+        flat = x.flatten(1, -2) if x.ndim > 2 else x[:, None]
+        left.append(torch.bmm(flat, (amplitude * inputs.to(x.dtype))[:, :, None]))
+        right.append(outputs)
+    if "bias" in nudges:
+        amplitude, (signs,) = nudges["bias"]
+        left.append(torch.full_like(y[:, :1, :1] if y.ndim > 2 else y[:, None, :1], amplitude))
+        right.append(signs)
+    positions = max(part.shape[1] for part in left)
+    factors = torch.cat([part.expand(-1, positions, -1) for part in left], -1)
+    y.view(len(y), -1, y.shape[-1]).baddbmm_(factors, torch.stack(right, 1).to(y.dtype))
+    return y
 
 
 def embedding(layer: nn.Embedding, x: Tensor, y: Tensor, nudges: Nudges) -> Tensor:
     amplitude, (rows, columns) = nudges["weight"]
-    sign = rows.gather(1, x.flatten(1)).view(x.shape).to(y.dtype)
-    return y + amplitude * sign[..., None] * _spread(columns, y, -1)
+    signs = rows.gather(1, x.flatten(1)).view(x.shape)
+    return y.addcmul_(signs.to(y.dtype)[..., None], amplitude * _spread(columns, y, -1))
 
 
 def convolution(layer: nn.Conv1d | nn.Conv2d, x: Tensor, y: Tensor, nudges: Nudges) -> Tensor:
@@ -72,7 +77,7 @@ def convolution(layer: nn.Conv1d | nn.Conv2d, x: Tensor, y: Tensor, nudges: Nudg
         convolve: Any = F.conv1d if spatial == 1 else F.conv2d
         done = convolve(summed, kernels, None, layer.stride, layer.padding, layer.dilation, b * groups)
         done = done.view(b, groups, *done.shape[2:]).repeat_interleave(rows.shape[1] // groups, 1)
-        y = y + done * (amplitude * _spread(rows, y, 1))
+        y.addcmul_(done, amplitude * _spread(rows, y, 1))
     return _with_bias(y, nudges, 1)
 
 
@@ -81,7 +86,7 @@ def norm(layer: Any, x: Tensor, y: Tensor, nudges: Nudges) -> Tensor:
     axis = -1 if isinstance(layer, nn.LayerNorm) or _is_rms_norm(layer) else 1
     if "weight" in nudges:
         amplitude, (signs,) = nudges["weight"]
-        y = y + (amplitude * normalized(layer, x) * _spread(signs, y, axis)).to(y.dtype)
+        y.addcmul_(normalized(layer, x).to(y.dtype), amplitude * _spread(signs, y, axis))
     return _with_bias(y, nudges, axis)
 
 
@@ -106,7 +111,7 @@ def _with_bias(y: Tensor, nudges: Nudges, axis: int) -> Tensor:
     if "bias" not in nudges:
         return y
     amplitude, (signs,) = nudges["bias"]
-    return y + amplitude * _spread(signs, y, axis)
+    return y.add_(amplitude * _spread(signs, y, axis))
 
 
 def _spread(signs: Tensor, y: Tensor, axis: int) -> Tensor:
