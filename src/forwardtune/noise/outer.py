@@ -23,10 +23,12 @@ from forwardtune.noise import distributions as D
 from forwardtune.noise.backends import reference
 from forwardtune.noise.backends.selection import choose
 from forwardtune.noise.distributions import Distribution
-from forwardtune.noise.mover import KEPT, Mover, check_number
+from forwardtune.noise.mover import Mover, check_number
 from forwardtune.noise.philox import MASK, philox
 from forwardtune.noise.types import COMMON, Key, Slot, Term
 
+SIGNS = 1 - 2 * (torch.arange(256)[:, None] >> torch.arange(8) & 1).to(torch.float32)
+"""The eight signs of every byte, lowest bit first."""
 Factors = tuple[Tensor, ...]
 """The signs of all lines in one parameter, as float32 of shape (lines, rows); beyond a vector also (lines, columns),
 and of a convolution (lines, taps)."""
@@ -54,7 +56,7 @@ def factors(slots: Sequence[Slot], seed: int, step: int, lines: int) -> list[Fac
     four = philox(block & MASK, block >> 32 << 16 | line, parameter, torch.tensor(step), seed & MASK, seed >> 32)
     row = (number // D.LANES % 4).expand(lines, -1)
     word = torch.stack(four).gather(0, row[None])[0]
-    signs = 1 - 2 * (word[:, :, None] >> torch.arange(32) & 1).to(torch.float32)
+    signs = SIGNS[word.to(torch.uint32).view(torch.uint8).long()].view(lines, -1, 32)
     ends = list(accumulate(words, initial=0))
     return [
         _split(signs[:, start:end].reshape(lines, -1), own, slot.tensor.device)
@@ -128,12 +130,10 @@ class OuterMover:
                     )
 
     def factors(self, step: int, lines: int) -> list[Factors]:
-        """The factors of all slots; those of recent steps are kept, since a review moves along them again."""
+        """The factors of all slots; the latest are kept, for the probes and the move of one step."""
         check_number("direction", lines - 1)
         if (step, lines) not in self._kept:
-            for old in list(self._kept)[: -KEPT + 1]:
-                del self._kept[old]
-            self._kept[step, lines] = factors(self.slots, self.seed, step, lines)
+            self._kept = {(step, lines): factors(self.slots, self.seed, step, lines)}
         return self._kept[step, lines]
 
     def values(self, step: int, direction: int, parameter: int) -> Tensor:
