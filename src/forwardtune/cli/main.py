@@ -7,7 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
-from forwardtune.cli import experiments, finetune, sweep
+from forwardtune.cli import doctor, experiments, finetune, sweep
 from forwardtune.cli.ledger import app as ledger
 from forwardtune.errors import ForwardTuneError
 
@@ -22,6 +22,7 @@ app = typer.Typer(
 finetune.register(app)
 experiments.register(app)
 sweep.register(app)
+doctor.register(app)
 app.add_typer(ledger, name="ledger")
 
 

@@ -1,0 +1,112 @@
+"""`forwardtune doctor`: what tuning would do to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from forwardtune._compat import check_transformers
+from forwardtune.errors import ExperimentError
+
+if TYPE_CHECKING:
+    from forwardtune.doctor import Examination, Finding
+
+NOTE = (
+    "size: of a usual weight. still, changed: of a probe in place at {:.2%} of it, the weights that it does not move, "
+    "and those that it leaves changed. own: whether examples can have lines of their own"
+)
+
+
+def doctor(
+    model: Annotated[str, typer.Argument(help="The model's folder, or its name on the Hub.")],
+    setup: Annotated[
+        str, typer.Option(help="prompt, similarity or head.", show_default="inferred from the model")
+    ] = "",
+    adapter: Annotated[str, typer.Option(help="none, lora, prefix, prompt or ia3.")] = "none",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    rho: Annotated[float, typer.Option(help="How far a probe goes, relative to the weights.")] = 1e-2,
+    batch: Annotated[int, typer.Option(min=1, help="Examples per step.")] = 16,
+    download: Annotated[bool, typer.Option("--download", help="Allow downloads from the Hub.")] = False,
+) -> None:
+    """Tell what probes would do to a model's weights, which lines it can be tuned along, and the memory it takes."""
+    check_transformers()
+    from forwardtune.doctor import examine
+    from forwardtune.integrations.huggingface.footprint import footprint
+    from forwardtune.tasks import Sources
+    from forwardtune.tasks.texts.models import PretrainedModel
+    from forwardtune.tasks.texts.workload import ADAPTERS, DTYPES, SETUPS
+    from forwardtune.toml_tables import one_of
+
+    one_of("adapter", adapter, ADAPTERS)
+    one_of("dtype", dtype, DTYPES)
+    if setup:
+        one_of("setup", setup, SETUPS)
+    if not 0 < rho <= 1:
+        raise ExperimentError(f"--rho must be above zero and at most 1, not {rho:g}")
+    language = PretrainedModel(Sources(None, Path(), download).model(model) or model, setup, adapter, dtype)
+    network = language.build(2)[0]
+    tokens = language.tokenizer(["It was a good day."] * 2, return_tensors="pt")["input_ids"]
+    seen = examine(network, rho, lambda: network(input_ids=tokens))
+    console = Console(highlight=False)
+    console.print(_table(seen.findings))
+    for line in (NOTE.format(rho), str(footprint(network)), *_consequences(seen, batch)):
+        console.print(line, markup=False)
+
+
+def _table(findings: Sequence[Finding]) -> Table:
+    """Names are shown without what all of them begin with."""
+    names = [row.name.split(".") for row in findings]
+    shared = sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*(name[:-1] for name in names))))
+    columns = [
+        Column(title, justify="right", no_wrap=True) for title in ("number", "dtype", "size", "still", "changed")
+    ]
+    table = Table(Column("weights", overflow="fold"), *columns, "own", box=SIMPLE_HEAD, pad_edge=False)
+    for row, name in zip(findings, names, strict=True):
+        low, high = (f"{scale:.2g}" for scale in row.scale)
+        table.add_row(
+            escape(".".join(name[shared:]).removesuffix(".weight")),
+            f"{row.weights:,}",
+            row.dtype,
+            low if low == high else f"{low}-{high}",
+            f"{row.still:.1%}",
+            f"{row.changed:.1%}",
+            row.no_own_lines or "yes",
+        )
+    return table
+
+
+def _consequences(seen: Examination, batch: int) -> Iterator[str]:
+    from forwardtune.integrations.huggingface.footprint import size
+
+    if seen.probes == "layerwise":
+        yield (
+            "probes: layer by layer, since weights have 16 bits; they leave every bit as it was, and take another "
+            f"{size(seen.copy)} for a copy of a layer"
+        )
+    else:
+        yield (
+            "probes: in place, one pass each; probes='layerwise' would leave every bit as it was, and take another "
+            f"{size(seen.copy)}"
+        )
+    if seen.uncovered:
+        yield (
+            f"lines: common ones; examples cannot have their own in {seen.uncovered[0].name} (and {len(seen.uncovered) - 1} "
+            "other rows): freeze them for it"
+        )
+    else:
+        yield (
+            "lines: common ones, or a line for each example (--directions auto), which take another "
+            f"{size(batch * seen.line)} for {batch} examples"
+        )
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(doctor)
