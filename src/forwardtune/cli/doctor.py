@@ -64,7 +64,8 @@ def doctor(
 def _table(findings: Sequence[Finding]) -> Table:
     """Names are shown without what all of them begin with."""
     names = [row.name.split(".") for row in findings]
-    shared = sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*(name[:-1] for name in names))))
+    places = zip(*(name[:-1] for name in names), strict=False)
+    shared = len(list(takewhile(lambda parts: len(set(parts)) == 1, places)))
     columns = [
         Column(title, justify="right", no_wrap=True) for title in ("number", "dtype", "size", "still", "changed")
     ]
@@ -98,8 +99,8 @@ def _consequences(seen: Examination, batch: int) -> Iterator[str]:
         )
     if seen.uncovered:
         yield (
-            f"lines: common ones; examples cannot have their own in {seen.uncovered[0].name} (and {len(seen.uncovered) - 1} "
-            "other rows): freeze them for it"
+            f"lines: common ones; examples cannot have their own in {seen.uncovered[0].name} (one of "
+            f"{len(seen.uncovered)} such rows): freeze them for it"
         )
     else:
         yield (
