@@ -2,21 +2,28 @@
 mean(gamma_i^2) along those of the examples, at the same weights.
 
 The network of the preset `digits` at its start and on its way; with `--data DIR`, ResNet18 in training mode as well.
-And what a step along them costs, against one along a common line.
+And what a step along them costs, against one along a common line; on GPT-2 with 16 texts of 64 tokens against two
+forward passes, in float32 and bfloat16, with the peak memory of each in a process of its own.
 
-    python -m benchmarks.lines [--data DIR] [--json FILE]
+    python -m benchmarks.lines [--data DIR] [--only GPT-2] [--json FILE]
 """
 
 from __future__ import annotations
 
+import resource
+import subprocess
+import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import nn
 
 import forwardtune as ft
+from benchmarks import models
 from benchmarks.harness import Row, arguments, finish, interleaved, ratios, show
 from forwardtune import presets
 from forwardtune.experiments.runner import batch_indices
@@ -78,14 +85,73 @@ def measured(
     return rows
 
 
+BASELINE = "two forward passes"
+STEPS: dict[str, dict[str, Any]] = {
+    "a common line, in place": {"probes": "in-place"},
+    "a common line, layer by layer": {"probes": "layerwise"},
+    "own lines": {"directions": "per-example"},
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def gpt2_steps(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """Two forward passes, and steps of every kind on the same weights."""
+    model, losses = models.gpt2_by_example(dtype=dtype)
+
+    def step(options: dict[str, Any]) -> Callable[[], Any]:
+        optimizer = ft.VS2P(model.parameters(), lr=1e-9, **options)
+        closure = losses if optimizer.by_example else lambda: losses().mean()
+        return lambda: optimizer.step(closure)
+
+    return {BASELINE: models.two_forward_passes(model, losses)} | {name: step(own) for name, own in STEPS.items()}
+
+
+def gpt2_costs(rounds: int) -> list[Row]:
+    """Times, all against two passes in float32, and peak memory, against two passes in the same dtype."""
+    seconds: dict[str, float] = {}
+    for name, dtype in DTYPES.items():
+        steps = {f"GPT-2, {name}: {kind}": step for kind, step in gpt2_steps(dtype).items()}
+        seconds |= interleaved(steps, rounds)
+    rows = ratios(seconds, f"GPT-2, float32: {BASELINE}")
+    show("one step on GPT-2, 16 x 64 tokens", rows)
+    for name in DTYPES:
+        peaks = {}
+        for kind in (BASELINE, *STEPS):
+            command = [sys.executable, "-m", "benchmarks.lines", "--peak", name, kind]
+            peaks[kind] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+        memory: list[Row] = [
+            {"name": f"GPT-2, {name}: {kind}", "baseline": f"GPT-2, {name}: {BASELINE}"}
+            | {"ratio": peak / peaks[BASELINE], "megabytes": peak / 1e6}
+            for kind, peak in peaks.items()
+        ]
+        show(f"peak memory on GPT-2, 16 x 64 tokens, {name}", memory)
+        rows += memory
+    return rows
+
+
+def print_peak(dtype: str, kind: str) -> None:
+    """The peak memory of this process after three steps of one kind, in bytes."""
+    step = gpt2_steps(DTYPES[dtype])[kind]
+    for _ in range(3):
+        step()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
 def main() -> None:
-    torch.set_num_threads(1)
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, metavar="DIR", help="also measure ResNet18 on MNIST from this folder")
+    parser.add_argument("--only", choices=["GPT-2"], help="measure the cost on GPT-2 alone")
+    parser.add_argument("--peak", nargs=2, metavar=("DTYPE", "STEP"), help="the memory of one kind, in this process")
     options = parser.parse_args()
-    rows = measured("digits", "digits", Sources(), 0.03, (0, 100, 500), LINES, options.rounds)
-    if options.data:
-        rows += measured("ResNet18", "auto/resnet18", Sources(options.data), 2e-3, (0,), 25, options.rounds)
+    if options.peak:
+        print_peak(*options.peak)
+        return
+    rows = gpt2_costs(options.rounds)
+    torch.set_num_threads(1)
+    if options.only is None:
+        rows += measured("digits", "digits", Sources(), 0.03, (0, 100, 500), LINES, options.rounds)
+        if options.data:
+            rows += measured("ResNet18", "auto/resnet18", Sources(options.data), 2e-3, (0,), 25, options.rounds)
     finish(rows, options.json)
 
 

@@ -41,6 +41,19 @@ def gpt2(batch: int = 32, length: int = 64) -> tuple[nn.Module, Closure]:
     return model.eval(), lambda: model(input_ids=tokens, labels=tokens).loss
 
 
+def gpt2_by_example(batch: int = 16, length: int = 64, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Closure]:
+    """GPT-2, and one loss, in float32, for each text of a random batch."""
+    model, _ = gpt2(batch, length)
+    model.to(dtype)
+    tokens = torch.randint(0, 50257, (batch, length))
+
+    def losses() -> torch.Tensor:
+        logits = model(input_ids=tokens).logits[:, :-1].float()
+        return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").mean(1)
+
+    return model, losses
+
+
 def cnn(pixels: int, batch: int = 32) -> tuple[nn.Module, Closure]:
     """A small network of about 20,000 weights for square, single-channel images."""
     torch.manual_seed(0)
