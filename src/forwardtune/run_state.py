@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from forwardtune.arguments import Directions
+from forwardtune.arguments import Directions, names_of
 from forwardtune.auto import Auto, agreement, is_surveying, start
 from forwardtune.errors import NonFiniteLossError, warn
 from forwardtune.noise import Distribution, Field, Slot
@@ -65,6 +65,7 @@ class RunState(Optimizer):
                 distribution=self.distribution,
                 backend=self.backend,
                 scales=scales,
+                names=map(names_of, self.param_groups),
                 products=self.by_example,
             )
         return self._field
