@@ -47,5 +47,15 @@ def scales_in(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def keep_as_packed(model: nn.Module) -> None:
+    """Keeps bitsandbytes from packing 4-bit weights anew in the first forward pass, which would round their scales.
+
+    It does so on some CPUs, in eval mode.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
 def _is_wrapper(tensor: Tensor) -> bool:
     return hasattr(tensor, "__tensor_flatten__")

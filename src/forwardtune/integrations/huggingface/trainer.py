@@ -23,6 +23,7 @@ from forwardtune.integrations.huggingface import example_objectives, objectives
 from forwardtune.integrations.huggingface.arguments import NOT_APPLICABLE, ForwardTrainingArguments
 from forwardtune.integrations.huggingface.objectives import Own
 from forwardtune.optimizer import LineSearch
+from forwardtune.packed import keep_as_packed
 
 
 class ForwardTrainer(transformers.Trainer):
@@ -71,6 +72,7 @@ class ForwardTrainer(transformers.Trainer):
                 f"{name} does not apply to tuning with forward passes only: {NOT_APPLICABLE[name]}"
             )
         _check_padding(self.model, max(self.args.per_device_train_batch_size, self.args.per_device_eval_batch_size))
+        keep_as_packed(self.model)
         directions = self.args.directions if self.optimizer is None else self.optimizer.directions
         if isinstance(directions, str):
             self._objective = example_objectives.choose(objective, self)

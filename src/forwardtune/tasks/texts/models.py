@@ -15,6 +15,7 @@ from torch import nn
 from forwardtune._compat.transformers import transformers
 from forwardtune.errors import ExperimentError, InvalidArgumentError
 from forwardtune.integrations.huggingface.footprint import check_fits
+from forwardtune.packed import keep_as_packed
 from forwardtune.tasks.texts.quantized import bytes_needed, dtype_of, freeze_packed, loading, location
 from forwardtune.tasks.texts.setups import Head, Prompt, Setup, Similarity
 
@@ -137,8 +138,11 @@ class PretrainedModel:
                 'text; use the setup "similarity" or "head"'
             )
         model.eval()
+        keep_as_packed(model)
         new = sorted(info["missing_keys"])
         freeze_packed(model, new)
+        if self._file:
+            model.name_or_path = ""  # peft would look for a config.json there
         if self.adapter != "none":
             model = adapt(model, self.adapter, {"prompt": "CAUSAL_LM", "head": "SEQ_CLS"}.get(self.setup_name))
             new = [name for name, p in model.named_parameters() if p.requires_grad]
