@@ -12,6 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+REPACKS = "support_avx512bf16_for_cpu"
+"""What bitsandbytes' 4-bit layers call it; see `keep_as_packed`."""
+
 
 def is_packed(tensor: Tensor) -> bool:
     """Whether a parameter is no array of floating-point numbers."""
@@ -53,8 +56,8 @@ def keep_as_packed(model: nn.Module) -> None:
     It does so on some CPUs, in eval mode.
     """
     for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+        if hasattr(module, REPACKS):
+            setattr(module, REPACKS, False)
 
 
 def _is_wrapper(tensor: Tensor) -> bool:

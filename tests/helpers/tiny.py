@@ -29,13 +29,13 @@ def tokenizer(pad=True, encoder=False):
     )
 
 
-def causal(folder, pad=True):
-    """A Llama of 6,224 weights."""
+def causal(folder, pad=True, width=16):
+    """A Llama of 6,224 weights, or a wider one."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,

@@ -16,7 +16,7 @@ from forwardtune._compat.transformers import transformers
 from forwardtune.errors import ExperimentError, InvalidArgumentError
 from forwardtune.integrations.huggingface.footprint import check_fits
 from forwardtune.packed import keep_as_packed
-from forwardtune.tasks.texts.quantized import bytes_needed, dtype_of, freeze_packed, loading, location
+from forwardtune.tasks.texts.quantized import bytes_needed, check_rows, dtype_of, freeze_packed, loading, location
 from forwardtune.tasks.texts.setups import Head, Prompt, Setup, Similarity
 
 VIRTUAL_TOKENS = 8
@@ -139,6 +139,7 @@ class PretrainedModel:
             )
         model.eval()
         keep_as_packed(model)
+        check_rows(model)
         new = sorted(info["missing_keys"])
         freeze_packed(model, new)
         if self._file:

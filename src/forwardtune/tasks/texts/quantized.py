@@ -73,6 +73,17 @@ def freeze_packed(model: nn.Module, new: list[str]) -> None:
             parameter.requires_grad_(not is_packed(parameter) and (parameter.ndim == 1 or name in new))
 
 
+def check_rows(model: nn.Module) -> None:
+    """Refuses 4-bit weights that bitsandbytes 0.50 unpacks wrongly: on a CPU, rows that end within a block."""
+    for name, parameter in model.named_parameters():
+        state: Any = getattr(parameter, "quant_state", None)
+        if state is not None and parameter.device.type == "cpu" and state.shape[-1] % state.blocksize:
+            raise ExperimentError(
+                f"on a CPU bitsandbytes unpacks 4-bit weights wrongly unless their rows are multiples of "
+                f"{state.blocksize}, and those of {name} have {state.shape[-1]}; choose int8"
+            )
+
+
 def check_saved(model: nn.Module) -> None:
     """Refuses a model that could not be saved after its run."""
     quantizer: Any = getattr(model, "hf_quantizer", None)
