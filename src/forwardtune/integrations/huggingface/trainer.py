@@ -23,7 +23,7 @@ from forwardtune.integrations.huggingface import example_objectives, objectives
 from forwardtune.integrations.huggingface.arguments import NOT_APPLICABLE, ForwardTrainingArguments
 from forwardtune.integrations.huggingface.objectives import Own
 from forwardtune.optimizer import LineSearch
-from forwardtune.packed import keep_as_packed
+from forwardtune.packed import keep_as_packed, parts_of
 
 
 class ForwardTrainer(transformers.Trainer):
@@ -153,7 +153,8 @@ class ForwardTrainer(transformers.Trainer):
         self._begun, optimizer = True, self._method
         if self.accelerator.num_processes > 1:
             for tensor in (*self.model.parameters(), *self.model.buffers()):
-                torch.distributed.broadcast(tensor.data, 0)
+                for part in parts_of(tensor):
+                    torch.distributed.broadcast(part.data, 0)
         if self.args.ledger and self.accelerator.is_main_process and optimizer.recorder is None:
             path = Path(self.args.ledger)
             if path.exists() and not optimizer.queries:
