@@ -25,12 +25,13 @@ def adapted(base, adapter="lora"):
     return peft.get_peft_model(base, CONFIGS[adapter]())
 
 
+@pytest.mark.parametrize("directions", [1, "per-example"])
 @pytest.mark.parametrize("adapter", CONFIGS)
-def test_adapters_train_and_the_base_stays(tmp_path, adapter):
+def test_adapters_train_and_the_base_stays(tmp_path, adapter, directions):
     model = adapted(causal(), adapter)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     tuned = {name for name, p in model.named_parameters() if p.requires_grad}
-    made = trainer(tmp_path, model, ragged(), ledger=str(tmp_path / "run.ledger"))
+    made = trainer(tmp_path, model, ragged(), ledger=str(tmp_path / "run.ledger"), directions=directions)
     made.train()
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == tuned

@@ -108,6 +108,10 @@ def test_a_model_is_tuned_saved_and_asked(home):
         "--model encoder --adapter lora --objective accuracy",
         "--model encoder --adapter prompt",
         "--model encoder --setup head",
+        "--model model --dtype int8 --adapter lora --directions per-example",
+        "--model model --dtype int8 --setup head",
+        "--model model --dtype int8 --adapter ia3",
+        "--model encoder --dtype int8",
     ],
 )
 def test_every_kind_of_result_answers_as_it_was_evaluated(home, monkeypatch, more):

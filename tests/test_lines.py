@@ -110,14 +110,48 @@ def bert():
     return small("BertForSequenceClassification", config="BertConfig", vocab_size=64, num_labels=3, **sizes)
 
 
-def lora():
+def adapted(base, **config):
+    """A model with an adapter; made after the cast to float64, since peft's prefixes have the dtype of then."""
     peft = pytest.importorskip("peft")
-    model, x, call = llama()
-    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4))
-    return model.eval(), x, call
+    model, x, call = base()
+    config = peft.get_peft_config({"task_type": "CAUSAL_LM", **config})
+    return peft.get_peft_model(model.double(), config).eval(), x, call
 
 
-@pytest.mark.parametrize("make", [everything, resnet, gpt2, llama, bert, lora])
+def lora():
+    return adapted(llama, peft_type="LORA", target_modules=["q_proj", "v_proj"], r=4)
+
+
+def ia3():
+    return adapted(llama, peft_type="IA3", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+
+
+def ia3_gpt2():
+    """Linear maps with biases."""
+    names = {"target_modules": ["c_attn", "mlp.c_proj"], "feedforward_modules": ["mlp.c_proj"]}
+    return adapted(gpt2, peft_type="IA3", fan_in_fan_out=True, **names)
+
+
+def prompt():
+    return adapted(llama, peft_type="PROMPT_TUNING", num_virtual_tokens=3)
+
+
+def prompt_gpt2():
+    return adapted(gpt2, peft_type="PROMPT_TUNING", num_virtual_tokens=3)
+
+
+def prefix():
+    return adapted(llama, peft_type="PREFIX_TUNING", num_virtual_tokens=3)
+
+
+def prefix_gpt2():
+    return adapted(gpt2, peft_type="PREFIX_TUNING", num_virtual_tokens=3, prefix_projection=True)
+
+
+ADAPTED = [lora, ia3, ia3_gpt2, prompt, prompt_gpt2, prefix, prefix_gpt2]
+
+
+@pytest.mark.parametrize("make", [everything, resnet, gpt2, llama, bert, *ADAPTED])
 @pytest.mark.parametrize("shared", [False, True])
 @torch.no_grad()
 def test_outputs_are_those_of_perturbed_copies(make, shared):
@@ -134,7 +168,8 @@ def test_outputs_are_those_of_perturbed_copies(make, shared):
         outputs = call(model, x)
     assert not torch.allclose(outputs, call(model, x), atol=1e-4)
     lines = factors(slots, 0, 3, len(x))
-    tolerance = 1e-6 if make is llama else 1e-10  # Llama's norms compute in float32
+    llamas = (llama, lora, ia3, prompt, prefix)
+    tolerance = 1e-6 if make in llamas else 1e-10  # Llama's norms compute in float32
     for example in range(len(x)):
         before = [slot.tensor.clone() for slot in slots]
         for slot, own in zip(slots, lines, strict=True):

@@ -86,6 +86,11 @@ def tensors_of(params: Any) -> dict[str, Any]:
     return {"params": list(names), "param_names": list(names.values())} if named else {"params": list(names)}
 
 
+def names_of(group: Group) -> list[str]:
+    """What a group's tensors are called in errors."""
+    return list(group.get("param_names", [f"parameter {i} of its group" for i in range(len(group["params"]))]))
+
+
 def count_elements(group: Group) -> int:
     """How many elements a group's parameters have, or had when its state was saved."""
     params = group["params"]

@@ -34,6 +34,7 @@ from forwardtune.arguments import (
     check_state_dict,
     count_elements,
     is_number,
+    names_of,
     plain,
     tensors_of,
 )
@@ -166,11 +167,9 @@ class LineSearch(RunState):
                 f"{min(misplaced)!r} applies to the whole run; pass it to {type(self).__name__}, not to a group"
             )
         param_group = {**self.defaults, **param_group, **tensors_of(param_group["params"])}
-        names = param_group.get(
-            "param_names", [f"parameter {i} of its group" for i in range(len(param_group["params"]))]
-        )
-        for name, param in zip(names, param_group["params"], strict=True):
-            check_tensor(param, name)
+        for name, param in zip(names_of(param_group), param_group["params"], strict=True):
+            if param.requires_grad:
+                check_tensor(param, name)
         self.check(param_group)
         for name in self._settings:
             if name in param_group and not (name == "lr" and isinstance(param_group["lr"], torch.Tensor)):

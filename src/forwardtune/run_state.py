@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from forwardtune.arguments import Directions, Probes, Rounding, count_elements
+from forwardtune.arguments import Directions, Probes, Rounding, count_elements, names_of
 from forwardtune.auto import Auto, agreement, is_surveying, start
 from forwardtune.errors import NonFiniteLossError, warn
 from forwardtune.noise import Distribution, Field, Slot
@@ -66,6 +66,7 @@ class RunState(Optimizer):
                 distribution=self.distribution,
                 backend=self.backend,
                 scales=scales,
+                names=map(names_of, self.param_groups),
                 products=self.by_example,
                 stochastic=self.rounding == "stochastic",
             )

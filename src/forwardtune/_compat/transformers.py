@@ -6,8 +6,10 @@ import logging
 
 from forwardtune._compat.torchvision import make_importable
 
-# bitsandbytes, which transformers and peft import where it is installed, warns of an optional kernel that we never use.
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+# bitsandbytes, which transformers and peft import where it is installed, warns of an optional kernel that we never use,
+# and at every call of an 8-bit layer of a cast to float16.
+for _name in ("bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 make_importable()
 try:
     import transformers

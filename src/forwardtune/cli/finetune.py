@@ -25,7 +25,9 @@ METHODS_HERE = ("VS2P", "MeZO", "STP")
 
 
 def finetune(
-    model: Annotated[str, typer.Option(help="Folder of the model, or with --download its name on the hub.")],
+    model: Annotated[
+        str, typer.Option(help="Folder or GGUF file of the model, or with --download its name on the hub.")
+    ],
     task: Annotated[str | None, typer.Option(help="sst2, mrpc, qnli, rte or stsb.", show_default=False)] = None,
     data: Data = None,
     train: Annotated[
@@ -89,7 +91,7 @@ def finetune(
     pad_token: Annotated[
         str, typer.Option(help="For a tokenizer that has none, with a head.", show_default=False)
     ] = "",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64, int8 or nf4.")] = "float32",
     out: Annotated[Path, typer.Option(help="Folder of the result.")] = Path("tuned"),
     ledger: Annotated[Path | None, typer.Option(help="Also copy the ledger there.", show_default=False)] = None,
     download: Annotated[bool, typer.Option("--download", help="Allow downloads from the Hub.")] = False,

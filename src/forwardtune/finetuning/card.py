@@ -8,6 +8,7 @@ from pathlib import Path
 from forwardtune.experiments.plan import Run
 from forwardtune.experiments.result import RunResult, rate_name
 from forwardtune.finetuning.kept import Kept
+from forwardtune.tasks.texts.quantized import is_quantized
 from forwardtune.tasks.texts.task import TextTask
 
 
@@ -16,6 +17,8 @@ def card(run: Run, task: TextTask, result: RunResult, kept: Kept) -> str:
     workload = task.workload
     name = Path(workload.weights).name
     tuned = "all its weights" if workload.adapter == "none" else f"an adapter ({workload.adapter})"
+    if workload.adapter == "none" and is_quantized(task.language.config, workload.dtype):
+        tuned = "its norms, biases and new weights"
     rows = "\n".join(
         f"| {metric} | {100 * result.curve.column(metric)[0]:.1f} | {100 * kept.scores.metrics[metric]:.1f} |"
         for metric in task.metrics
@@ -59,9 +62,9 @@ forwardtune replay --model . --base {shlex.quote(_base(task))} --out again
 
 
 def _base(task: TextTask) -> str:
-    """Where the model is: its folder, wherever we are, or its name on the Hub."""
+    """Where the model is: its folder or file, wherever we are, or its name on the Hub."""
     path = Path(task.language.path)
-    return str(path.resolve()) if path.is_dir() else task.language.path
+    return str(path.resolve()) if path.exists() else task.language.path
 
 
 def _question(task: TextTask) -> str:

@@ -76,7 +76,7 @@ class Tuned:
     def __init__(self, folder: Path, device: str = "cpu") -> None:
         self.settings = settings = _read(folder)
         path = Path(settings.model) if settings.adapter != "none" else folder
-        if path.is_absolute() and not path.is_dir():
+        if path.is_absolute() and not path.exists():
             raise ExperimentError(f"the base model of this adapter is not at {path} any more; put it back there")
         self._language = PretrainedModel(str(path), settings.setup, "none", settings.dtype, settings.pad_token)
         self._language.check_size(torch.device(device))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from forwardtune.errors import InvalidArgumentError
+from forwardtune.layers.prompts import Prompt, is_prompt
 from forwardtune.layers.rules import Nudge, rule_of
 from forwardtune.noise.outer import Factors
 from forwardtune.noise.types import Slot
@@ -54,10 +55,12 @@ class Perturbation:
             )
 
     def _perturb(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if is_prompt(layer):
+            return self._prompt(layer, *args)
         tuned = {
             name: self._number[tensor.data_ptr()]
-            for name, tensor in layer._parameters.items()
-            if tensor is not None and tensor.data_ptr() in self._number
+            for name, tensor in _own_parameters(layer)
+            if tensor.data_ptr() in self._number
         }
         if not tuned:
             return None
@@ -73,6 +76,16 @@ class Perturbation:
         self._covered |= set(tuned.values())
         return rule(layer, x, y, nudges)
 
+    def _prompt(self, layer: Any, x: Tensor) -> Tensor | None:
+        """A prompt whose row is repeated later; its embedding, called with one row, may have passed for the batch."""
+        embedding: nn.Module = layer.embedding
+        if layer.embedding.weight.data_ptr() not in self._number:
+            return None
+        if self.examples == 1:
+            self.examples = None
+        row: Tensor = embedding.forward(x)
+        return Prompt.of(row, lambda n: self._perturb(embedding, (x.expand(n, -1),), row.expand(n, -1, -1)))
+
     def _rows(self, x: Tensor, y: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """Input and output with one row per example."""
         if self.examples is None:
@@ -87,6 +100,16 @@ class Perturbation:
                 f"to which example is not known; {INSTEAD}"
             )
         return x, y
+
+
+def _own_parameters(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A layer's parameters, also those that it keeps in a list or a dict, which is never called itself."""
+    for name, tensor in layer._parameters.items():
+        if tensor is not None:
+            yield name, tensor
+    for name, held in layer._modules.items():
+        if isinstance(held, nn.ParameterDict | nn.ParameterList):
+            yield from held.named_parameters(name)
 
 
 def example_losses(losses: Any, examples: int | None = None) -> list[float]:

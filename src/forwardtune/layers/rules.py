@@ -126,7 +126,21 @@ def _is_rms_norm(layer: Any) -> bool:
     return isinstance(layer, nn.RMSNorm) or type(layer).__name__.endswith(("RMSNorm", "T5LayerNorm"))
 
 
-def rule_of(layer: nn.Module) -> Rule | None:
+def scaling(layer: Any, x: Tensor, y: Tensor, nudges: Nudges) -> Tensor:
+    """peft's IA3: a vector that the input of a linear map is multiplied by, or its output."""
+    ((amplitude, (rows, columns)),) = nudges.values()
+    signs = (rows[:, :, None] * columns[:, None, :]).flatten(1)
+    change: Tensor
+    if not layer.is_feedforward:
+        change = layer.base_layer(x) * (amplitude * _spread(signs, y, -1))
+        return y + change.to(y.dtype)
+    change = layer.base_layer(x * (amplitude * _spread(signs, x, -1)))
+    if layer.base_layer.bias is not None:
+        change = change - layer.base_layer(torch.zeros_like(x))
+    return y + change.to(y.dtype)
+
+
+def rule_of(layer: Any) -> Rule | None:
     """The rule for a layer; None if there is none."""
     kind = type(layer)
     if kind in RULES:
@@ -136,6 +150,8 @@ def rule_of(layer: nn.Module) -> Rule | None:
         return None if strange else RULES[kind]
     if kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers."):
         return transposed
+    if kind.__name__.startswith("Linear") and kind.__module__.startswith("peft.tuners.ia3."):
+        return None if layer.disable_adapters or layer.merged or len(layer.active_adapters) > 1 else scaling
     return norm if _is_rms_norm(layer) and set(dict(layer.named_parameters(recurse=False))) == {"weight"} else None
 
 

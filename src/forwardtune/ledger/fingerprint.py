@@ -9,15 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from forwardtune.packed import parts_of
+
 PIECE = 1 << 24
 """A strided tensor is copied in pieces of at most so many elements."""
 
 
 def digest(tensor: Tensor) -> str:
-    """The first 128 bits of the SHA-256 of a tensor's elements in row-major order."""
+    """The first 128 bits of the SHA-256 of a tensor's elements in row-major order; of packed weights, as packed."""
     state = hashlib.sha256()
-    for piece in _pieces(tensor.detach()):
-        state.update(piece.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    for part in parts_of(tensor.detach()):
+        for piece in _pieces(part):
+            state.update(piece.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return state.hexdigest()[:32]
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from forwardtune.errors import InvalidArgumentError, LedgerError
 from forwardtune.ledger.fingerprint import combined, digests
 from forwardtune.ledger.format import Header, Parameter, dtype_name
+from forwardtune.packed import scales_in
 
 Model = nn.Module | Mapping[str, Tensor]
 """A module, or tensors by name."""
@@ -34,11 +35,12 @@ def named_buffers(model: Model) -> dict[str, Tensor]:
 
 
 def frozen_digest(model: Model, parameters: Iterable[Parameter]) -> str | None:
-    """The fingerprint of a module's parameters that do not move; None if there are none."""
+    """The fingerprint of a module's parameters that do not move, with their scales; None if there are none."""
     if not isinstance(model, nn.Module):
         return None
     moving = {name for parameter in parameters for name in parameter.names}
-    frozen = {name: p for name, p in model.named_parameters() if name not in moving and p.device.type != "meta"}
+    tensors = {**dict(model.named_parameters()), **scales_in(model)}
+    frozen = {name: p for name, p in tensors.items() if name not in moving and p.device.type != "meta"}
     return combined([*frozen, *digests(frozen.values())]) if frozen else None
 
 

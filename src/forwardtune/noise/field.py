@@ -46,9 +46,9 @@ class Field:
     >>> x
     tensor([-0.5000,  0.5000, -0.5000])
 
-    `scales` has a number for each tensor, which its directions are multiplied by; they are all 1 by default. With
-    `products` directions are those of :mod:`forwardtune.noise.outer`. With `stochastic` sums of 16-bit weights are
-    rounded stochastically.
+    `scales` has a number for each tensor, which its directions are multiplied by; they are all 1 by default. `names`
+    are for errors. With `products` directions are those of :mod:`forwardtune.noise.outer`. With `stochastic` sums of
+    16-bit weights are rounded stochastically.
     `dimension` is the number of elements that move. `reach`, one over the square root of the coarsest dtype's
     precision, is a rough limit for offsets: beyond it, rounding would swallow weights of ordinary size.
     """
@@ -61,6 +61,7 @@ class Field:
         distribution: Distribution = "rademacher",
         backend: str = "auto",
         scales: Iterable[Iterable[float]] | None = None,
+        names: Iterable[Iterable[str]] | None = None,
         products: bool = False,
         stochastic: bool = False,
     ) -> None:
@@ -70,11 +71,15 @@ class Field:
         self.groups = len(members)
         self._tensors = _numbered(members)
         self._scales = [1.0] * len(self._tensors) if scales is None else [scale for group in scales for scale in group]
+        self._names = [f"parameter {number}" for number in range(len(self._tensors))]
+        if names is not None:
+            self._names = [name for group in names for name in group]
         self._plan()
 
     def _plan(self) -> None:
-        for number, (_, tensor) in enumerate(self._tensors):
-            check_tensor(tensor, f"parameter {number}")
+        for name, (_, tensor), moves in zip(self._names, self._tensors, _which_move(self._tensors), strict=True):
+            if moves or torch.nn.parameter.is_lazy(tensor):
+                check_tensor(tensor, name)
         slots = _distinct(self._tensors, self._scales)
         self._mover = mover_of(
             slots,
@@ -187,21 +192,26 @@ def _has_memory(tensor: Tensor) -> bool:
         return False
 
 
+def _which_move(tensors: Sequence[tuple[int, Tensor]]) -> list[bool]:
+    """As everywhere in torch, frozen tensors stay as they are; but if none requires a gradient, all move."""
+    require_grad = [tensor.requires_grad for _, tensor in tensors]
+    return require_grad if any(require_grad) else [True] * len(tensors)
+
+
 def _distinct(tensors: Sequence[tuple[int, Tensor]], scales: Sequence[float]) -> list[Slot]:
     """Numbers the tensors and picks those that move.
 
-    Tensors with equal views are one parameter; memory that is partly shared is an error. As everywhere in torch, frozen
-    tensors stay as they are; but if none requires a gradient, all move.
+    Tensors with equal views are one parameter; memory that is partly shared is an error.
     """
     slots: list[Slot] = []
-    some_require_grad = any(tensor.requires_grad for _, tensor in tensors)
-    aliases: dict[object, list[tuple[int, Tensor, float]]] = {}
-    for (group, tensor), scale in zip(tensors, scales, strict=True):
-        aliases.setdefault(View.of(tensor) if tensor.numel() else object(), []).append((group, tensor, scale))
+    aliases: dict[object, list[tuple[int, Tensor, float, bool]]] = {}
+    for (group, tensor), scale, moves in zip(tensors, scales, _which_move(tensors), strict=True):
+        alike = View.of(tensor) if tensor.numel() and tensor.data_ptr() else object()
+        aliases.setdefault(alike, []).append((group, tensor, scale, moves))
     for number, tied in enumerate(aliases.values()):
-        moving = [entry for entry in tied if entry[1].requires_grad or not some_require_grad]
+        moving = [entry for entry in tied if entry[3]]
         if moving:
-            group, tensor, scale = moving[0]
+            group, tensor, scale, _ = moving[0]
             slots.append(Slot(tensor.detach(), number, group, scale))
     _refuse_overlap([slot.tensor for slot in slots])
     return slots

@@ -33,16 +33,16 @@ class Sources:
         raise ExperimentError(f"there is no file at {' or '.join(map(str, paths))}; put it there, or {remedy}")
 
     def model(self, name: str) -> Path | None:
-        """The folder of a transformer: as for a file, or inside an installed package; None if it is on the Hub."""
+        """A transformer's folder or GGUF file: as for a file, or inside an installed package; None if on the Hub."""
         paths = _in_package(name) if name.startswith(PACKAGE) else self._paths(name)
         for path in paths:
-            if (path / "config.json").is_file():
+            if (path / "config.json").is_file() or (path.suffix == ".gguf" and path.is_file()):
                 return path.resolve()
         if self.download and not name.startswith(PACKAGE):
             return None
         raise ExperimentError(
-            f"there is no model at {' or '.join(map(str, paths))}: no folder with a config.json; put it there, or "
-            "allow a download of the model of that name with --download"
+            f"there is no model at {' or '.join(map(str, paths))}: no folder with a config.json, no GGUF file; put it "
+            "there, or allow a download of the model of that name with --download"
         )
 
     def _paths(self, name: str) -> list[Path]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from forwardtune._compat.transformers import transformers
+from forwardtune.arguments import check_directions
 from forwardtune.errors import InvalidArgumentError
 from forwardtune.methods import METHODS
 from forwardtune.optimizer import LineSearch
@@ -68,7 +69,10 @@ class ForwardTrainingArguments(transformers.TrainingArguments):
     distribution: str = field(
         default="rademacher", metadata={"help": "The distribution of the noise: rademacher, normal, uniform or sphere."}
     )
-    directions: int = field(default=1, metadata={"help": "Directions searched per step."})
+    directions: int | str | None = field(  # Trainer's parser reads the second of three types
+        default=1,
+        metadata={"help": "Directions searched per step; per-example, or auto (per example where it pays)."},
+    )
     method_args: dict[str, Any] | str | None = field(
         default=None, metadata={"help": 'Other settings of the method, such as {"window": 20}.'}
     )
@@ -100,6 +104,7 @@ class ForwardTrainingArguments(transformers.TrainingArguments):
             self.auto = self.learning_rate is None and finds
         if self.auto and self.rho is not None:
             raise InvalidArgumentError("rho is found while training, too; leave it out, or give a learning_rate")
+        self._check_directions()
         if self.learning_rate is None:
             if finds and not self.auto:
                 raise InvalidArgumentError(f"{self.method} needs a learning_rate where auto=False; give it one")
@@ -107,6 +112,21 @@ class ForwardTrainingArguments(transformers.TrainingArguments):
         if self.lr_scheduler_type is None:
             self.lr_scheduler_type = "constant" if self.auto else "linear"
         super().__post_init__()  # type: ignore[no-untyped-call]
+
+    def _check_directions(self) -> None:
+        if self.directions is None or (isinstance(self.directions, str) and self.directions.isdecimal()):
+            self.directions = int(self.directions or 1)
+        check_directions(self.directions, self.distribution)
+        if self.directions == "auto" and not self.auto:
+            raise InvalidArgumentError(
+                'directions="auto" goes without a learning_rate, which is then found while training; with one choose 1 '
+                'or "per-example"'
+            )
+        if isinstance(self.directions, str) and self.gradient_accumulation_steps > 1:
+            raise InvalidArgumentError(
+                f"with directions={self.directions!r} every forward pass has the whole batch; leave "
+                "gradient_accumulation_steps at 1, and make per_device_train_batch_size the size of the batch"
+            )
 
     def _check_method_args(self) -> None:
         given = json.loads(self.method_args) if isinstance(self.method_args, str) else self.method_args or {}

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from forwardtune.errors import InvalidArgumentError
+from forwardtune.packed import count_weights, parts_of, scales_in
 
 
 @dataclass(frozen=True)
 class Footprint:
     """Numbers of weights, and bytes.
 
-    tuned, total: the weights that are tuned, and all weights.
-    memory: bytes of all weights and buffers, which is what tuning needs in addition to one forward pass.
+    tuned, total: the weights that are tuned, and all weights, also packed ones.
+    memory: bytes of all weights, scales and buffers, which is what tuning needs in addition to one forward pass.
     adamw: bytes that backpropagation with AdamW would need on top, not counting stored activations: a gradient and two
         moments for every tuned weight.
     names: the tuned parameters, with the same parameter of all layers listed once.
@@ -47,10 +48,11 @@ def footprint(model: nn.Module) -> Footprint:
     """
     params = dict(model.named_parameters())
     tuned = {name: p for name, p in params.items() if p.requires_grad}
-    held = {_storage(tensor): tensor for tensor in (*params.values(), *model.buffers())}
+    every = (*params.values(), *model.buffers(), *scales_in(model).values())
+    held = {_storage(part): part for tensor in every for part in parts_of(tensor)}
     return Footprint(
         tuned=sum(p.numel() for p in tuned.values()),
-        total=sum(p.numel() for p in params.values()),
+        total=sum(count_weights(p) for p in params.values()),
         memory=sum(tensor.untyped_storage().nbytes() for tensor in held.values()),
         adamw=sum(3 * p.nbytes for p in tuned.values()),
         names=tuple(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in tuned)),

@@ -47,7 +47,7 @@ def own(function: Own) -> Objective:
     """The mean of the user's function over the examples."""
 
     def objective(trainer: ForwardTrainer, model: nn.Module, batches: Sequence[Batch]) -> Tensor:
-        return _mean(trainer, [(function(model, dict(batch)), _examples(batch)) for batch in batches])
+        return _mean(trainer, [(function(model, dict(batch)), examples_in(batch)) for batch in batches])
 
     return objective
 
@@ -64,12 +64,24 @@ def one_minus(metric: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Objective:
 
 def _counts(trainer: ForwardTrainer, model: nn.Module, batch: Batch) -> Tensor:
     _, outputs = trainer.compute_loss(model, dict(batch), return_outputs=True)
-    logits: Tensor = outputs["logits"] if isinstance(outputs, Mapping) else outputs[1]
-    labels: Tensor = batch["labels"]
+    logits, labels = aligned(trainer, outputs["logits"] if isinstance(outputs, Mapping) else outputs[1], batch)
+    check_classes(logits, labels)
+    known = labels != -100
+    return class_counts(logits[known].argmax(-1), labels[known], logits.shape[-1])
+
+
+def aligned(trainer: ForwardTrainer, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Logits and labels, with the same row or token at the same place."""
+    labels: Tensor = batch["shift_labels"] if "shift_labels" in batch else batch["labels"]
     if logits.ndim == 3 and labels.ndim == 2:  # adapters may put tokens in front
         logits = logits[:, -labels.shape[1] :]
     if _shifts(trainer, batch):
         logits, labels = logits[..., :-1, :], labels[..., 1:]
+    return logits, labels
+
+
+def check_classes(logits: Tensor, labels: Tensor) -> None:
+    """Refuses labels that are not classes of these logits."""
     if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
         raise InvalidArgumentError(
             f"accuracy and F1 are metrics of classes: labels must be integers, one for each row of logits, not "
@@ -81,7 +93,6 @@ def _counts(trainer: ForwardTrainer, model: nn.Module, batch: Batch) -> Tensor:
             f"the label {int(labels[known].max())} is out of range for a model with {logits.shape[-1]} classes; "
             "correct the data, or load the model with num_labels"
         )
-    return class_counts(logits[known].argmax(-1), labels[known], logits.shape[-1])
 
 
 def _shifts(trainer: ForwardTrainer, batch: Batch) -> bool:
@@ -93,13 +104,14 @@ def _labels(trainer: ForwardTrainer, batch: Batch) -> Tensor:
     """Those that count, or one per example if there are none."""
     labels: Tensor | None = batch.get("shift_labels", batch.get("labels"))
     if not isinstance(labels, Tensor):
-        return torch.empty(_examples(batch))
+        return torch.empty(examples_in(batch))
     labels = labels[..., 1:] if _shifts(trainer, batch) else labels
     assert isinstance(labels, Tensor)
     return labels[labels != -100]
 
 
-def _examples(batch: Batch) -> int:
+def examples_in(batch: Batch) -> int:
+    """The size of a batch."""
     return next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim), 1)
 
 

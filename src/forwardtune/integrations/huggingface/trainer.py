@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from forwardtune import ledger as ledgers
 from forwardtune._compat.transformers import transformers
 from forwardtune.errors import InvalidArgumentError
+from forwardtune.integrations.huggingface import example_objectives, objectives
 from forwardtune.integrations.huggingface.arguments import NOT_APPLICABLE, ForwardTrainingArguments
-from forwardtune.integrations.huggingface.objectives import Own, choose
+from forwardtune.integrations.huggingface.objectives import Own
 from forwardtune.optimizer import LineSearch
+from forwardtune.packed import keep_as_packed, parts_of
 
 
 class ForwardTrainer(transformers.Trainer):
@@ -34,6 +36,8 @@ class ForwardTrainer(transformers.Trainer):
         model, args, ...: as for `transformers.Trainer`; `args` is a :class:`ForwardTrainingArguments`.
         objective: what a step minimizes: ``"loss"`` (default) is what Trainer would differentiate; ``"accuracy"`` and
             ``"f1"`` are maximized; a function of the model and a batch returns a number, with or without a gradient.
+            With ``directions="per-example"`` or ``"auto"`` there is one loss per example, and a function returns a
+            tensor of them.
     """
 
     args: ForwardTrainingArguments
@@ -48,7 +52,7 @@ class ForwardTrainer(transformers.Trainer):
         objective: str | Own = "loss",
         **more: Any,
     ) -> None:
-        self._objective = choose(objective)
+        self._objective = objectives.choose(objective)
         args = ForwardTrainingArguments("tmp_trainer") if args is None else args
         if not isinstance(args, ForwardTrainingArguments):
             raise InvalidArgumentError(
@@ -68,6 +72,10 @@ class ForwardTrainer(transformers.Trainer):
                 f"{name} does not apply to tuning with forward passes only: {NOT_APPLICABLE[name]}"
             )
         _check_padding(self.model, max(self.args.per_device_train_batch_size, self.args.per_device_eval_batch_size))
+        keep_as_packed(self.model)
+        directions = self.args.directions if self.optimizer is None else self.optimizer.directions
+        if isinstance(directions, str):
+            self._objective = example_objectives.choose(objective, self)
         # No DistributedDataParallel: it would allocate a copy of all gradients.
         self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
         self._batches: list[Mapping[str, Any]] = []
@@ -128,6 +136,7 @@ class ForwardTrainer(transformers.Trainer):
             logs.pop("grad_norm", None)  # there are no gradients
             auto = self._method.auto
             measured = {"gamma": seen.gamma, "sigma": seen.sigma, "t": seen.t, "r": auto["r"] if auto else None}
+            measured["agreement"] = self._method.agreement
             logs |= {name: value for name, value in measured.items() if value is not None}
             logs |= {"queries": self._method.queries, "plateaus": self._method.plateaus}
         super().log(logs, *others, **more)
@@ -144,7 +153,8 @@ class ForwardTrainer(transformers.Trainer):
         self._begun, optimizer = True, self._method
         if self.accelerator.num_processes > 1:
             for tensor in (*self.model.parameters(), *self.model.buffers()):
-                torch.distributed.broadcast(tensor.data, 0)
+                for part in parts_of(tensor):
+                    torch.distributed.broadcast(part.data, 0)
         if self.args.ledger and self.accelerator.is_main_process and optimizer.recorder is None:
             path = Path(self.args.ledger)
             if path.exists() and not optimizer.queries:

@@ -15,6 +15,8 @@ from torch import nn
 from forwardtune._compat.transformers import transformers
 from forwardtune.errors import ExperimentError, InvalidArgumentError
 from forwardtune.integrations.huggingface.footprint import check_fits
+from forwardtune.packed import keep_as_packed
+from forwardtune.tasks.texts.quantized import bytes_needed, check_rows, dtype_of, freeze_packed, loading, location
 from forwardtune.tasks.texts.setups import Head, Prompt, Setup, Similarity
 
 VIRTUAL_TOKENS = 8
@@ -27,10 +29,10 @@ class PretrainedModel:
     def __init__(
         self, path: Path | str, setup: str, adapter: str = "none", dtype: str = "float32", pad_token: str = ""
     ) -> None:
-        self.path, self.adapter = str(path), adapter
-        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.path, self.adapter, self.dtype = str(path), adapter, dtype
+        self._place, self._file = location(self.path)
         with self._errors("config"), quiet():
-            self.config = transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=False)
+            self.config = transformers.AutoConfig.from_pretrained(self._place, trust_remote_code=False, **self._file)
         self.kind = self._kind()
         self.setup_name = setup or ("similarity" if self.kind == "encoder" else "prompt")
         self._check_setup()
@@ -79,11 +81,13 @@ class PretrainedModel:
         ready = any((Path(self.path) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
         if self.config.model_type == "llama" and (Path(self.path) / "tokenizer.model").exists() and not ready:
             return transformers.LlamaTokenizer.from_pretrained(self.path, trust_remote_code=False)
-        return transformers.AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
+        return transformers.AutoTokenizer.from_pretrained(self._place, trust_remote_code=False, **self._file)
 
     def _kind(self) -> str:
         if getattr(self.config, "is_encoder_decoder", False):
             raise ExperimentError(f"{self.path} is an encoder-decoder; choose a causal model or an encoder instead")
+        if self._file and type(self.config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+            return "causal"  # a GGUF file does not name its architecture
         for end in ("ForCausalLM", "LMHeadModel"):
             if self._architecture.endswith(end):
                 return "causal"
@@ -106,7 +110,8 @@ class PretrainedModel:
         """Refuses a model whose weights do not fit into free memory."""
         if Path(self.path).is_dir():
             with self._errors("size"):
-                needed = _elements(Path(self.path), self.config) * self.dtype.itemsize
+                elements = _elements(Path(self.path), self.config)
+                needed = bytes_needed(Path(self.path), elements, self.config, self.dtype)
             try:
                 check_fits(needed, self.path, device)
             except InvalidArgumentError as error:
@@ -116,14 +121,14 @@ class PretrainedModel:
         """The model, and the names of the weights that its files lack, which are drawn from torch's generator."""
         kinds = {"causal": transformers.AutoModelForCausalLM, "masked": transformers.AutoModelForMaskedLM}
         kind: Any = kinds.get(self.kind, transformers.AutoModel)
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {**self._file, **loading(self.path, self.config, self.dtype)}
         if self.setup_name == "similarity":
             kind = transformers.AutoModel
         if self.setup_name == "head":
-            kind, more = transformers.AutoModelForSequenceClassification, {"num_labels": answers}
+            kind, more = transformers.AutoModelForSequenceClassification, {**more, "num_labels": answers}
         with self._errors("weights"), quiet():
             model, info = kind.from_pretrained(
-                self.path, dtype=self.dtype, output_loading_info=True, trust_remote_code=False, **more
+                self._place, dtype=dtype_of(self.dtype), output_loading_info=True, trust_remote_code=False, **more
             )
         if self.setup_name == "head" and self.tokenizer.pad_token_id is not None:
             model.config.pad_token_id = self.tokenizer.pad_token_id
@@ -133,7 +138,12 @@ class PretrainedModel:
                 'text; use the setup "similarity" or "head"'
             )
         model.eval()
+        keep_as_packed(model)
+        check_rows(model)
         new = sorted(info["missing_keys"])
+        freeze_packed(model, new)
+        if self._file:
+            model.name_or_path = ""  # peft would look for a config.json there
         if self.adapter != "none":
             model = adapt(model, self.adapter, {"prompt": "CAUSAL_LM", "head": "SEQ_CLS"}.get(self.setup_name))
             new = [name for name, p in model.named_parameters() if p.requires_grad]

@@ -22,6 +22,7 @@ from forwardtune.tasks.task import Scores, Task
 from forwardtune.tasks.texts import glue
 from forwardtune.tasks.texts.data import Text, Texts, from_files
 from forwardtune.tasks.texts.models import PretrainedModel
+from forwardtune.tasks.texts.quantized import check_saved
 from forwardtune.tasks.texts.setups import Rows, score_between
 from forwardtune.tasks.texts.workload import TextWorkload
 
@@ -147,7 +148,7 @@ class TextTask(Task):
     @cached_property
     def base_id(self) -> str:
         w, path = self.workload, Path(self.language.path)
-        files = sorted(file for file in path.glob("*") if file.is_file()) if path.is_dir() else []
+        files = sorted(file for file in (path, *path.glob("*")) if file.is_file())
         model = {file.name: file_digest(file) for file in files} or w.weights
         return fingerprint(
             [RULES, self.language.setup_name, w.adapter, w.dtype, self.setup.answers, model, self.data_digest]
@@ -176,7 +177,10 @@ class TextTask(Task):
     def _built(self) -> tuple[nn.Module, list[str]]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return self.language.build(self.setup.answers)
+            model, new = self.language.build(self.setup.answers)
+        if self.workload.adapter == "none":
+            check_saved(model)
+        return model, new
 
 
 def _texts(workload: TextWorkload, sources: Sources) -> Texts:

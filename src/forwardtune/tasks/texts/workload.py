@@ -14,21 +14,23 @@ TEXTS = (*GLUE, FILES)
 TRANSFORMER = "transformer"
 SETUPS = ("prompt", "similarity", "head")
 ADAPTERS = ("none", "lora", "prefix", "prompt", "ia3")
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+DTYPES = ("float32", "bfloat16", "float16", "float64", "int8", "nf4")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextWorkload(Workload):
     """A transformer tuned to labelled texts.
 
-    weights: the model's folder in the spec's folder or the data folder, ``"package:NAME/FOLDER"`` for one inside an
-        installed package or, if downloads are allowed, a name on the Hub.
+    weights: the model's folder or GGUF file in the spec's folder or the data folder, ``"package:NAME/FOLDER"`` for one
+        inside an installed package or, if downloads are allowed, a name on the Hub.
     setup: how texts are put to the model, ``"prompt"``, ``"similarity"`` or ``"head"``; inferred from the model by
         default.
     adapter: ``"lora"``, ``"prefix"``, ``"prompt"`` or ``"ia3"``, tuned instead of the model's own weights.
     template, words: the question and its answers, if not the task's own.
     max_length: the maximum number of tokens in an example.
     pad_token: for a head on a model whose tokenizer has none.
+    dtype: of the weights; with ``"int8"`` and ``"nf4"`` they are quantized on load, and frozen but for norms
+        and biases.
     train, test, text, label: for ``data = "files"``: tables (.csv, .tsv, .jsonl), and the names of their columns.
     """
 
