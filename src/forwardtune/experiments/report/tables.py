@@ -320,6 +320,7 @@ def _run_record(workload: WorkloadScore, score: MethodScore, result: RunResult) 
 def _run_cells(record: Json) -> tuple[str, ...]:
     commit = (record["commit"] or "")[:8] + (" (changed)" if record["dirty"] else "")
     loss = "not finite" if record["train_loss"] is None else number(record["train_loss"])
+    metric, value = record["metric"], record[record["metric"]]
     outcome = f"diverged: {record['reason']}" if record["status"] == "diverged" else record["status"]
     return (
         record["workload"],
@@ -329,7 +330,7 @@ def _run_cells(record: Json) -> tuple[str, ...]:
         outcome,
         f"{record['queries']:,}",
         loss,
-        shown(record["metric"], record[record["metric"]]),
+        "not finite" if value is None else shown(metric, value),
         f"{record['seconds']:.1f}",
         str(record["threads"]),
         f"{record['peak_memory'] / 1e6:,.0f}",
