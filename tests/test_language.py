@@ -297,7 +297,7 @@ def test_a_model_of_classes_reads_lines_too(home):
     write_jsonl(home / "train.jsonl", tiny.reviews(40))
     run("finetune --model model --train train.jsonl --word bad --word good --quiet --lr 1", LENGTH)
     answers = [json.loads(line) for line in run("predict --model tuned --input texts.txt").splitlines()]
-    assert [row["text"].strip() for row in answers] == LINES
+    assert [row["text"] for row in answers] == LINES
     assert {row["prediction"] for row in answers} <= {"neg", "pos"}
 
 

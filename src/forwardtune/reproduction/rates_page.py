@@ -35,7 +35,8 @@ the one with the lowest mean final training loss; the runs at its other rates ar
 median of that loss over its rates, which is what half of all guesses reach. With `auto` nothing is chosen. Steps are in
 absolute units, or relative to the size of the weights where a method says so or finds its rate. Losses and scores are
 those at the end, mean and standard deviation over seeds. Differences are paired by seed, with Student's 95% interval;
-one whose interval includes zero is not decided.
+one whose interval includes zero is not decided. Agreement is the mean cosine between the gradients of two examples
+([lines](lines.md)) as a run has last measured it, where results have it.
 """
 
 

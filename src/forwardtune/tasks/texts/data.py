@@ -52,8 +52,8 @@ class Texts:
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def without_labels(self) -> Texts:
-        none = torch.zeros(len(self.train)), torch.zeros(len(self.test))
-        return replace(self, classes=(), names=(), train_y=none[0], test_y=none[1])
+        train_y, test_y = torch.zeros(len(self.train)), torch.zeros(len(self.test))
+        return replace(self, classes=(), names=(), train_y=train_y, test_y=test_y)
 
 
 def rows(file: Path) -> list[Row]:
@@ -97,16 +97,15 @@ def _json_rows(content: Any, file: Path) -> Iterator[Row]:
 def _lines(content: Any, file: Path) -> Iterator[Row]:
     for number, line in enumerate(content, 1):
         if line.strip():
-            yield f"{file}, line {number}", {LINE: line}
+            yield f"{file}, line {number}", {LINE: line.strip()}
 
 
 def texts_of(table: Sequence[Row], columns: Sequence[str]) -> list[Text]:
     return [tuple(str(cell(row, column)).strip() for column in columns) for row in table]
 
 
-def places_of(*tables: Sequence[Row]) -> tuple[Sequence[str], Sequence[str]]:
-    train, test = ([where for where, _ in table] for table in tables)
-    return train, test
+def places_of(train: Sequence[Row], test: Sequence[Row]) -> tuple[Sequence[str], Sequence[str]]:
+    return [where for where, _ in train], [where for where, _ in test]
 
 
 def cell(row: Row, column: str) -> Any:
@@ -178,9 +177,16 @@ def plain_texts(train: Path, test: Path | None, columns: tuple[str, ...]) -> Tex
     """A user's own texts without labels; without a test file a tenth, drawn once, is held out."""
     table = rows(train)
     table, tests, note = _with_tests(table, torch.zeros(len(table)), train, test)
-    texts = texts_of(table, columns), texts_of(tests, columns)
-    none = torch.zeros(len(table)), torch.zeros(len(tests))
-    return Texts(columns, (), texts[0], none[0], texts[1], none[1], note=note, places=places_of(table, tests))
+    return Texts(
+        columns,
+        (),
+        texts_of(table, columns),
+        torch.zeros(len(table)),
+        texts_of(tests, columns),
+        torch.zeros(len(tests)),
+        note=note,
+        places=places_of(table, tests),
+    )
 
 
 def _with_tests(table: list[Row], labels: Tensor, train: Path, test: Path | None) -> tuple[list[Row], list[Row], str]:

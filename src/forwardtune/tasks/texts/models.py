@@ -137,7 +137,7 @@ class PretrainedModel:
         if self.setup_name in ("prompt", "lm") and info["missing_keys"]:
             raise ExperimentError(
                 f"the files of {self.path} lack {min(info['missing_keys'])!r}, without which it cannot continue a "
-                'text; use the setup "similarity" or "head"'
+                'text; use files that have it, or the setup "similarity" or "head"'
             )
         model.eval()
         new = sorted(info["missing_keys"])
