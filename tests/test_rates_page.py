@@ -54,7 +54,7 @@ def test_perplexities_and_agreement_are_told_as_they_are(tmp_path):
     make_up(tmp_path, "lines/texts", "perplexity", agreement=0.25)
     text = rates_page(tmp_path)
     assert "| method | rates | training loss | perplexity | best rate | a guess | agreement |" in text
-    assert "| **VS2P auto** | none | 0.920 ± 0.016 | 0.500 ± 0.0 | found |  | 0.25 ± 0.00 |" in text
+    assert "| **VS2P auto** | none | 0.920 ± 0.016 | 0.5 ± 0 | found |  | 0.25 ± 0.00 |" in text
     assert "the test perplexity 0.1.\n" in text
 
 

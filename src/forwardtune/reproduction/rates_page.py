@@ -137,7 +137,7 @@ def _row(score: MethodScore, metric: str) -> list[str]:
         f"**{name}**" if is_auto else name,
         "none" if is_auto else str(len(score.rates)),
         _spread(best.losses) + diverged,
-        _spread([scaled(metric, value) for value in best.accuracies], "" if is_lower_better(metric) else ".1f"),
+        _spread([scaled(metric, value) for value in best.accuracies], ".4g" if is_lower_better(metric) else ".1f"),
         "found" if is_auto else f"{rate_name(best.lr)}{edge}",
         "" if is_auto else _shown(_guess(score)),
     ]
