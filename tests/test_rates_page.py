@@ -14,16 +14,17 @@ from tests.helpers.comparisons import made_up
 LOSSES = {"VS2P auto": 0.9, "VS2P relative": 1.0, "VS2P": 2.0, "MeZO relative": 1.5, "MeZO": 3.0}
 
 
-def make_up(folder, name):
+def make_up(folder, name, metric="accuracy", **fields):
     """The first rate of every grid is the best, and each further one a tenth worse; seeds differ by a hundredth."""
     store = Store(folder / name)
     for run in plan(presets.load(name)):
         best = LOSSES.get(run.method.label, 4.0) * (1 + 0.1 * run.method.lr.index(run.lr))
         loss = best + 0.01 * run.seed * (1 if run.method.is_auto else 2)
-        before, after = Scores(5.0, 5.0, {"accuracy": 0.1}), Scores(loss, loss, {"accuracy": 0.5})
+        before, after = Scores(5.0, 5.0, {metric: 0.1}), Scores(loss, loss, {metric: 0.5})
         host = Circumstances(Host("a host", "a CPU", 2, "Linux"), "", "2026-01-02T03:04:05+00:00", 1, 36, 1)
         curve = Curve((0, 10, 20, 30), (before, after, after, after))
-        store.save(made_up(curve, id=run.id, code=Code({"torch": "2.0"}, "0123456789", True), circumstances=host))
+        code = Code({"torch": "2.0"}, "0123456789", True)
+        store.save(made_up(curve, id=run.id, code=code, circumstances=host, metrics=(metric,), **fields))
 
 
 def test_auto_stands_beside_every_grid(tmp_path):
@@ -47,6 +48,14 @@ def test_auto_stands_beside_every_grid(tmp_path):
     assert "- VS2P relative against VS2P at its best rate: -49% training loss" in text
     assert "- VS2P auto, own lines against VS2P auto: +337% training loss" in text  # 4.02 and 0.92
     assert "training loss is 5.00, the test accuracy 10.0%" in text
+
+
+def test_perplexities_and_agreement_are_told_as_they_are(tmp_path):
+    make_up(tmp_path, "lines/texts", "perplexity", agreement=0.25)
+    text = rates_page(tmp_path)
+    assert "| method | rates | training loss | perplexity | best rate | a guess | agreement |" in text
+    assert "| **VS2P auto** | none | 0.920 ± 0.016 | 0.5 ± 0 | found |  | 0.25 ± 0.00 |" in text
+    assert "the test perplexity 0.1.\n" in text
 
 
 def test_without_results_there_is_no_page(tmp_path):

@@ -10,6 +10,7 @@ from forwardtune.experiments import scoring, summary
 from forwardtune.experiments import spec as specs
 from forwardtune.experiments.intervals import Interval, bootstrap_mean, paired, resamples, student
 from forwardtune.experiments.report.charts import charts
+from forwardtune.experiments.report.tables import runs_table, tables
 from forwardtune.experiments.result import Curve
 from forwardtune.experiments.scoring import MethodScore, RateScore, WorkloadScore
 from forwardtune.tasks import Scores
@@ -215,3 +216,29 @@ def test_an_automatic_rate_is_ranked_beside_a_grid():
     assert [
         list(series.x) for chart in charts(one_of_two) if chart.name == "sensitivity" for series in chart.series
     ] == [[1]]
+
+
+def test_of_perplexities_the_lower_is_ahead():
+    """And they are no shares, so that nothing is multiplied by a hundred."""
+
+    def measured(value):
+        scores = Scores(1.0, 1.0, {"perplexity": value})
+        return made_up(Curve((0, 10), (scores, scores)), metrics=("perplexity",))
+
+    low, high = ([measured(start + i / 10) for i in range(3)] for start in (20.0, 25.0))
+    ours, theirs = method({1.0: low}), method({1.0: high}, STP)
+    workload = WorkloadScore(SPEC.workloads[0], (ours, theirs))
+    (pair,) = workload.contests
+    assert pair.ahead(pair.accuracy) is ours
+    scores = scoring.ComparisonScore(SPEC, (workload,))
+    every = tables(scores)
+    assert every["accuracy"].title == "Test perplexity"
+    assert every["accuracy"].rows == (("VS2P", "20.1 ± 0.1"), ("STP\N{PRIME}", "25.1 ± 0.1"))
+    assert every["differences"].header[-2] == "test perplexity"
+    assert every["differences"].rows[0][-2:] == ("-5 [-5, -5]", "VS2P ahead")
+    assert every["rates"].header[5] == "perplexity"
+    assert [row[7] for row in runs_table([workload]).rows] == ["20", "20.1", "20.2", "25", "25.1", "25.2"]
+    chart = next(chart for chart in charts(workload) if chart.name == "accuracy")
+    assert (chart.y_label, chart.series[0].y) == ("test perplexity", [pytest.approx(20.1)] * 2)
+    assert low[0].told_score == "test perplexity 20"
+    assert flat(1.0, 0.605).told_score == "test accuracy 60.5%"

@@ -50,7 +50,7 @@ def test_a_tenth_of_every_class_is_held_out(tmp_path):
         ("a.csv", "text,label\nfilm,x\nplot,y\n", "every class has only one example"),
         ("a.csv", "text,label\nfilm,x\nplot,\n", "a.csv, line 3: the label is empty"),
         ("a.jsonl", '{"text": null, "label": 1}\n{"text": "a", "label": 2}\n' * 9, "the cell of 'text' is empty"),
-        ("a.xlsx", "", "must be .csv, .tsv or .jsonl"),
+        ("a.xlsx", "", "must be .csv, .tsv, .jsonl or .txt"),
         ("a.csv", "text,label\n" + "".join(f"film,{i}\n" for i in range(150)), "has 150 different labels"),
     ],
 )

@@ -1,4 +1,7 @@
-"""How well predictions agree with the truth: classes by counts, which add up over batches; scores all at once."""
+"""How well a model does: classes by counts, which add up over batches; scores all at once; texts by their perplexity.
+
+How a metric is told, and which way it is better, is known here and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,52 @@ def spearman(predicted: Tensor, actual: Tensor) -> float:
 
 OF_SCORES: dict[str, Callable[[Tensor, Tensor], float]] = {"pearson": pearson, "spearman": spearman}
 """Metrics of predicted and actual scores."""
+
+
+LOWER = ("perplexity",)
+"""Metrics of which the lowest is the best; all others are shares, told in per cent, of which the highest is."""
+
+
+def is_lower_better(name: str) -> bool:
+    return name in LOWER
+
+
+def is_better(name: str, value: float, other: float) -> bool:
+    """Whether one value of a metric is better than another."""
+    return value < other if is_lower_better(name) else value > other
+
+
+def scaled(name: str, value: float) -> float:
+    """A metric as people say it: a share in per cent."""
+    return value if is_lower_better(name) else 100 * value
+
+
+def shown(name: str, value: float) -> str:
+    """Its digits.
+
+    >>> shown("accuracy", 2 / 3), shown("perplexity", 23.456)
+    ('66.7', '23.46')
+    """
+    return f"{value:.4g}" if is_lower_better(name) else f"{100 * value:.1f}"
+
+
+def unit(name: str) -> str:
+    return "" if is_lower_better(name) else "%"
+
+
+def titled(*names: str, share: str = "%") -> str:
+    """The title of a column of metrics, with the unit of those that are shares.
+
+    >>> titled("accuracy", "pearson"), titled("perplexity"), titled("f1", "perplexity")
+    ('accuracy or pearson (%)', 'perplexity', 'f1 (%) or perplexity')
+    """
+    shares = " or ".join(name for name in names if not is_lower_better(name))
+    return " or ".join([f"{shares} ({share})"] * bool(shares) + [name for name in names if is_lower_better(name)])
+
+
+def perplexity(loss: float) -> float:
+    """Of a mean loss per token; infinite where it is beyond floats."""
+    return torch.tensor(loss, dtype=torch.float64).exp().item()
 
 
 def metric(name: str, predicted: Tensor, actual: Tensor, classes: int = 0) -> float:

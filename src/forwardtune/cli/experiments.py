@@ -141,7 +141,7 @@ def run(
         reason = f" ({result.reason})" if result.reason else ""
         console.print(
             f"{result.title}: {result.status}{reason} after {result.queries:,} queries, training loss {loss}, "
-            f"test {result.metric} {result.score:.1%}\nresult: {store.runs / one.id}.json",
+            f"{result.told_score}\nresult: {store.runs / one.id}.json",
             markup=False,
         )
 

@@ -31,9 +31,9 @@ def finetune(
     task: Annotated[str | None, typer.Option(help="sst2, mrpc, qnli, rte or stsb.", show_default=False)] = None,
     data: Data = None,
     train: Annotated[
-        Path | None, typer.Option(help="A table of your own: .csv, .tsv, .jsonl.", show_default=False)
+        Path | None, typer.Option(help="Texts of your own: .csv, .tsv, .jsonl; for lm also .txt.", show_default=False)
     ] = None,
-    test: Annotated[Path | None, typer.Option(help="Test table.", show_default="a tenth of --train")] = None,
+    test: Annotated[Path | None, typer.Option(help="Texts to test on.", show_default="a tenth of --train")] = None,
     text_column: Annotated[
         list[str] | None, typer.Option(help="Text column of --train; repeat it for pairs.", show_default="text")
     ] = None,
@@ -74,7 +74,9 @@ def finetune(
         float | None, typer.Option(help="Its length in minutes instead, planned by measuring.", show_default=False)
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Examples per step.")] = 16,
-    objective: Annotated[str, typer.Option(help="loss, accuracy or f1.")] = "loss",
+    objective: Annotated[
+        str, typer.Option(help="loss, accuracy or f1 of the labels; lm: of the texts themselves.")
+    ] = "loss",
     decay: Annotated[
         str | None, typer.Option(help="cosine, linear or none, with an --lr.", show_default="cosine")
     ] = None,
@@ -118,7 +120,7 @@ def finetune(
     from forwardtune.finetuning.tune import finetune as make
     from forwardtune.finetuning.tuned import LEDGER, SETTINGS
     from forwardtune.tasks import Sources, TextWorkload
-    from forwardtune.tasks.texts.workload import FILES, GLUE, TRANSFORMER
+    from forwardtune.tasks.texts.workload import FILES, GLUE, LM, PLAIN, TRANSFORMER
 
     if peft is not None:
         typer.echo("--peft is called --adapter now, and will be removed in the next release", err=True)
@@ -132,6 +134,11 @@ def finetune(
         raise ExperimentError(f"{ledger} already exists; choose another name for --ledger")
     if task:
         one_of("task", task, GLUE)
+    is_language = LM in (objective, setup)
+    if is_language and (label_column or setup not in ("", LM) or objective not in ("loss", LM)):
+        raise ExperimentError(
+            "with --objective lm the texts themselves are learned; leave --label-column and --setup out"
+        )
     if sum(length is not None for length in (steps, queries, minutes)) > 1:
         raise ExperimentError("--steps, --queries and --minutes each say how long the run is; give one of them")
     _check_positive("--minutes", minutes)
@@ -144,7 +151,7 @@ def finetune(
         raise ExperimentError(f"{budget} queries are too few to find a rate; give --queries {LEAST_AUTO}, or an --lr")
     workload = TextWorkload(
         name=task or (train or Path()).stem,
-        data=task or FILES,
+        data=task or (PLAIN if is_language else FILES),
         network=TRANSFORMER,
         weights=model,
         batch=batch,
@@ -153,9 +160,9 @@ def finetune(
         evaluations=min(evaluations or EVALUATIONS, max(1, budget // by.queries_per_step)),
         train_examples=200,
         test_examples=test_examples,
-        setup=setup,
+        setup=LM if is_language else setup,
         adapter=adapter,
-        objective=objective,
+        objective="loss" if is_language else objective,
         template=template,
         words=tuple(word or ()),
         max_length=max_length,
@@ -164,7 +171,7 @@ def finetune(
         train=str(train.resolve()) if train else "",
         test=str(test.resolve()) if test else "",
         text=tuple(text_column or ["text"]) if train else (),
-        label=label_column or "label" if train else "",
+        label=label_column or "label" if train and not is_language else "",
     )
     if decay is not None:
         one_of("decay", decay, DECAYS)
@@ -198,14 +205,14 @@ def predict(
     model: Annotated[Path, typer.Option(help="A folder that `forwardtune finetune` made.")],
     text: Annotated[list[str] | None, typer.Option(help="A text; twice for a pair.", show_default=False)] = None,
     input: Annotated[
-        Path | None, typer.Option(help="A table of texts: .csv, .tsv, .jsonl.", show_default=False)
+        Path | None, typer.Option(help="A table of texts: .csv, .tsv, .jsonl; .txt: a text a line.", show_default=False)
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Where to write, .csv or .jsonl.", show_default="standard output")
     ] = None,
     device: Device = None,
 ) -> None:
-    """Predict with a tuned model."""
+    """Predict with a tuned model; of a language model, how well it predicts texts: their perplexity."""
     if (text is None) == (input is None):
         raise ExperimentError("give either texts (--text '...') or a table of them (--input FILE)")
     if out and out.suffix not in (".csv", ".jsonl"):
@@ -214,7 +221,8 @@ def predict(
     from forwardtune.experiments.comparison import Machine
     from forwardtune.experiments.report.tables import as_csv
     from forwardtune.finetuning.tuned import Tuned
-    from forwardtune.tasks.texts.data import rows, texts_of
+    from forwardtune.tasks.texts.data import LINE, rows, texts_of
+    from forwardtune.tasks.texts.workload import LM
 
     examples = rows(input) if input else []
     tuned = Tuned(model, Machine.choose(device, workers=1).device)
@@ -224,10 +232,14 @@ def predict(
             wanted = ", ".join(columns)
             raise ExperimentError(f"an example of this model is {wanted}: give --text for each, not {len(text)} times")
         examples = [("the command", dict(zip(columns, text, strict=True)))]
-    answers: list[dict[str, Any]] = []
-    for (_, row), answer in zip(examples, tuned.answers(texts_of(examples, columns)), strict=True):
-        sure = {} if answer.probability is None else {"probability": round(answer.probability, 4)}
-        answers.append({**row, "prediction": answer.prediction, **sure})
+    if input and input.suffix == ".txt":
+        if len(columns) > 1 and tuned.settings.setup != LM:
+            raise ExperimentError(
+                f"an example of this model is {', '.join(columns)}: give a table of them, not {input}"
+            )
+        columns = (LINE,)
+    told = tuned.answers(texts_of(examples, columns))
+    answers = [{**row, **answer.to_json()} for (_, row), answer in zip(examples, told, strict=True)]
     content = as_csv(answers) if out and out.suffix == ".csv" else _jsonl(answers)
     if out:
         with translated(ExperimentError, f"{out} cannot be written"):

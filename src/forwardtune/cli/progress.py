@@ -182,7 +182,7 @@ class Live(Quiet):
                 self.bars.update(self.total, advance=left - result.queries, description=runs)
                 self.remaining[""].queries -= int(left) - result.queries
             self.bars.remove_task(task)
-        text = f"training loss {result.final.train_loss:.3g}, test {result.metric} {result.score:.1%}"
+        text = f"training loss {result.final.train_loss:.3g}, {result.told_score}"
         if result.diverged:
             text = f"diverged: {result.reason}"
         self.console.print(f"{result.title}: {text}", markup=False, style="yellow" if result.diverged else "")

@@ -121,7 +121,7 @@ def verdict(outcome: Outcome) -> str:
     start = f"{outcome.sweep.title}: lr {rate_name(winner.run.lr)} won"
     if winner.diverged:
         return f"{start}, and diverged ({winner.reason}); sweep lower ones. {alone}"
-    final = f"training loss {number(winner.final.train_loss)}, test {winner.metric} {winner.score:.1%}"
+    final = f"training loss {number(winner.final.train_loss)}, {winner.told_score}"
     ends = {outcome.sweep.rates[0]: "lower", outcome.sweep.rates[-1]: "higher"}
     beyond = ends.get(float(winner.run.lr))
     advice = f" It is an end of the rates; a {beyond} one might do better." if beyond else ""

@@ -12,15 +12,14 @@ from forwardtune.cli.remaining import clock_time
 from forwardtune.experiments.events import Estimated, Evaluated, Event, Finished, Measuring, Started
 from forwardtune.experiments.result import RunResult
 from forwardtune.finetuning.kept import Kept
+from forwardtune.metrics import is_better, is_lower_better, shown
 from forwardtune.tasks.task import Scores
+from forwardtune.tasks.texts.workload import LM
 
 FALLEN = 0.99
 """A training loss has fallen if it is at most so much of what it was."""
-TRY = (
-    "more steps (--steps, --minutes), a larger --batch, another --lr or --scale, another question (--template, --word) "
-    "or --setup"
-)
-
+TRY = "more steps (--steps, --minutes), a larger --batch, another --lr or --scale"
+TRY_ASKING = ", another question (--template, --word) or --setup"
 TRY_LAST = "--keep last saves the last weights instead"
 
 
@@ -67,7 +66,7 @@ class Tuning(Live):
 
 
 def told_scores(scores: Scores) -> str:
-    metrics = ", ".join(f"{name} {100 * value:.1f}" for name, value in scores.metrics.items())
+    metrics = ", ".join(f"{name} {shown(name, value)}" for name, value in scores.metrics.items())
     return f"training loss {scores.train_loss:.4g}, test {metrics}"
 
 
@@ -100,24 +99,30 @@ def _long(seconds: float) -> str:
 def outcome(result: RunResult, kept: Kept, queries_per_step: int) -> Iterator[tuple[str, str]]:
     """What a run came to, in lines with their styles."""
     changes = {name: (result.curve.column(name)[0], kept.scores.metrics[name]) for name in result.metrics}
-    told = ", ".join(f"{name} {100 * before:.1f} to {100 * after:.1f}" for name, (before, after) in changes.items())
+    told = ", ".join(f"{name} {_change(name, *change)}" for name, change in changes.items())
     majority = f" (majority class {100 * result.data.majority:.1f})" if result.data.majority else ""
     yield f"test {told}{majority}", ""
     steps = result.queries // queries_per_step
     if 2 * result.plateaus > steps:
         yield f"{result.plateaus} of {steps} steps saw no difference at all: raise --batch", "yellow"
-    before, after = changes[result.metric]
+    is_worse = is_better(result.metric, *changes[result.metric])
     end = result.final.metrics[result.metric]
     if kept.queries == 0:
         yield f"no evaluation was better than before tuning: the model is saved as it was ({TRY_LAST})", "red"
     elif not kept.is_last:
-        then = f"the last has {result.metric} {100 * end:.1f}"
+        then = f"the last has {result.metric} {shown(result.metric, end)}"
         yield f"saved is the best evaluation, after {kept.queries:,} queries; {then}", ""
-    if after < before:
-        yield f"the test {result.metric} ended below where it began: {100 * before:.1f} to {100 * after:.1f}", "red"
+    if is_worse:
+        where = "above" if is_lower_better(result.metric) else "below"
+        change = _change(result.metric, *changes[result.metric])
+        yield f"the test {result.metric} ended {where} where it began: {change}", "red"
     first, last = result.curve.column("train_loss")[0], result.final.train_loss
     if not last <= FALLEN * first:
         how = "has hardly fallen" if last < first else "has not fallen"
         yield f"the training loss {how}: {first:.4g} to {last:.4g}", "yellow"
-    if kept.queries == 0 or after < before or not last <= FALLEN * first:
-        yield f"try {TRY}", "yellow"
+    if kept.queries == 0 or is_worse or not last <= FALLEN * first:
+        yield f"try {TRY}{'' if result.run.workload.get('setup') == LM else TRY_ASKING}", "yellow"
+
+
+def _change(metric: str, before: float, after: float) -> str:
+    return f"{shown(metric, before)} to {shown(metric, after)}"

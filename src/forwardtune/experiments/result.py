@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from statistics import fmean
 from typing import Any, Literal, Protocol, TypeVar
 
+from forwardtune.metrics import shown, unit
 from forwardtune.record import StepRecord
 from forwardtune.tasks.task import DataFacts, Scores
 
@@ -182,7 +183,10 @@ class Circumstances:
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished run. `reason` tells why it was given up, if it was; `metrics` come first to last in importance."""
+    """A finished run. `reason` tells why it was given up, if it was; `metrics` come first to last in importance.
+
+    agreement: of examples, at the last time that a run which may give them lines of their own has measured it.
+    """
 
     id: str
     title: str
@@ -202,6 +206,7 @@ class RunResult:
     circumstances: Circumstances
     metrics: tuple[str, ...] = field(default=("accuracy",))
     plateaus: int = 0
+    agreement: float | None = None
 
     @property
     def diverged(self) -> bool:
@@ -217,6 +222,11 @@ class RunResult:
         """The final value of that metric."""
         return self.final.metrics[self.metric]
 
+    @property
+    def told_score(self) -> str:
+        """As: test accuracy 60.5%."""
+        return f"test {self.metric} {shown(self.metric, self.score)}{unit(self.metric)}"
+
     def summary(self) -> Json:
         """All but the columns of numbers."""
         data = asdict(self.data)
@@ -231,6 +241,7 @@ class RunResult:
             "metrics": list(self.metrics),
             "final": scores_to_json(self.final),
             "plateaus": self.plateaus,
+            **({} if self.agreement is None else {"agreement": self.agreement}),
             "weights": self.weights,
             "data": told,
             "base": asdict(self.base),
@@ -245,7 +256,7 @@ class RunResult:
 
     @staticmethod
     def from_json(table: Json) -> RunResult:
-        """Results of older versions lack `metrics` and `plateaus`, which then are what they always were."""
+        """Results of older versions lack `metrics`, `plateaus` or `agreement`, which then are what they always were."""
         given = {entry.name: table[entry.name] for entry in fields(RunResult) if entry.name in table}
         circumstances = given["circumstances"]
         typed = {

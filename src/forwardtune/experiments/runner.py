@@ -306,6 +306,7 @@ class _RunUnderWay:
             curve=self.log.curve,
             trace=self.tracer.trace(),
             plateaus=optimizer.plateaus,
+            agreement=optimizer.agreement,
             weights=optimizer.field.dimension,
             data=self.task.data,
             base=Base(self.base.stem, file_digest(self.base)),

@@ -23,6 +23,7 @@ from forwardtune.experiments.intervals import Interval, Paired, bootstrap, boots
 from forwardtune.experiments.plan import plan, rates
 from forwardtune.experiments.result import Rate, Results, RunResult
 from forwardtune.experiments.spec import Method, Spec
+from forwardtune.metrics import is_better, titled
 from forwardtune.tasks import Workload
 
 SMOOTHING = 0.1
@@ -99,8 +100,9 @@ class MethodScore:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Test accuracy at the best rate: mean, deviation and interval over seeds."""
+    """Test accuracy, or another metric, at the best rate: mean, deviation and interval over seeds."""
 
+    metric: str
     mean: float
     std: float | None
     interval: Interval | None
@@ -112,7 +114,7 @@ def accuracy(score: MethodScore) -> Accuracy | None:
         return None
     values = score.best.accuracies
     std = stdev(values) if len(values) > 1 else None
-    return Accuracy(fmean(values), std, bootstrap_mean(values), score.best.diverged)
+    return Accuracy(score.best.finished[0].metric, fmean(values), std, bootstrap_mean(values), score.best.diverged)
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,17 @@ class Contest:
     loss: Paired | None
     accuracy: Paired
 
+    @property
+    def metric(self) -> str:
+        """What `accuracy` is about."""
+        assert self.a.best is not None
+        return self.a.best.finished[0].metric
+
+    def ahead(self, pair: Paired) -> MethodScore:
+        """The better of the two by its loss or by its metric."""
+        is_a = pair.mean < 0 if pair is self.loss else is_better(self.metric, pair.mean, 0.0)
+        return self.a if is_a else self.b
+
 
 def contest(a: MethodScore, b: MethodScore) -> Contest | None:
     if a.best is None or b.best is None:
@@ -226,7 +239,15 @@ class ComparisonScore:
     @property
     def metric(self) -> str:
         """What the workloads' metrics are called together."""
-        return " or ".join(dict.fromkeys(workload.metric for workload in self.workloads))
+        return " or ".join(self._metrics)
+
+    def metric_title(self, share: str = "%") -> str:
+        """The same with their units."""
+        return titled(*self._metrics, share=share)
+
+    @property
+    def _metrics(self) -> list[str]:
+        return list(dict.fromkeys(workload.metric for workload in self.workloads))
 
 
 def chosen_rates(spec: Spec, store: Results) -> dict[str, Rate]:

@@ -8,8 +8,10 @@ from pathlib import Path
 from forwardtune.experiments.plan import Run
 from forwardtune.experiments.result import RunResult, rate_name
 from forwardtune.finetuning.kept import Kept
+from forwardtune.metrics import shown, unit
 from forwardtune.tasks.texts.quantized import is_quantized
 from forwardtune.tasks.texts.task import TextTask
+from forwardtune.tasks.texts.workload import LM
 
 
 def card(run: Run, task: TextTask, result: RunResult, kept: Kept) -> str:
@@ -20,7 +22,7 @@ def card(run: Run, task: TextTask, result: RunResult, kept: Kept) -> str:
     if workload.adapter == "none" and is_quantized(task.language.config, workload.dtype):
         tuned = "its norms, biases and new weights"
     rows = "\n".join(
-        f"| {metric} | {100 * result.curve.column(metric)[0]:.1f} | {100 * kept.scores.metrics[metric]:.1f} |"
+        f"| {metric} | {shown(metric, result.curve.column(metric)[0])} | {shown(metric, kept.scores.metrics[metric])} |"
         for metric in task.metrics
     )
     majority = result.data.majority
@@ -29,10 +31,12 @@ def card(run: Run, task: TextTask, result: RunResult, kept: Kept) -> str:
     settings = ", ".join(f"{key} {value}" for key, value in {**run.method.settings, "scale": run.method.scale}.items())
     selected = f"\nThese are the weights after {kept.queries:,} of them, the best evaluation on the test examples."
     selected = "" if kept.is_last else selected
+    percent = f" ({unit(result.metric)})" if unit(result.metric) else ""
+    is_language = workload.setup == LM
     return f"""---
 library_name: {"peft" if workload.adapter != "none" else "transformers"}
 base_model: {workload.weights}
-tags: [forwardtune, text-classification]
+tags: [forwardtune, {"text-generation" if is_language else "text-classification"}]
 ---
 
 # {name}, tuned to {workload.name}
@@ -40,13 +44,13 @@ tags: [forwardtune, text-classification]
 {name} with {tuned} tuned by forward passes only: {result.queries:,} queries of {run.method.method} on batches of
 {workload.batch} examples (lr {rate_name(run.lr)}, {settings}, {run.decay} decay, seed {run.seed}).{selected}
 
-On {examples:,} test examples (%):
+On {examples:,} test examples{percent}:
 
 | | before | after |
 | --- | --- | --- |
 {rows}
 {always}
-Texts are put to it by the setup "{task.language.setup_name}"{_question(task)}.
+{_asked(task)}
 
 ```
 forwardtune predict --model . --text "..."
@@ -67,7 +71,10 @@ def _base(task: TextTask) -> str:
     return str(path.resolve()) if path.exists() else task.language.path
 
 
-def _question(task: TextTask) -> str:
-    if not task.setup_words:
-        return ""
-    return f", the template {task.template!r} and the answers {', '.join(map(repr, task.setup_words))}"
+def _asked(task: TextTask) -> str:
+    """What it is asked and how."""
+    if task.workload.setup == LM:
+        return "It continues texts, as before. The command tells how well it predicts one: its perplexity."
+    told = f'Texts are put to it by the setup "{task.language.setup_name}"'
+    answers = ", ".join(map(repr, task.setup_words))
+    return f"{told}, the template {task.template!r} and the answers {answers}." if answers else f"{told}."

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, get_args
 
 from forwardtune import ledger as ledgers
 from forwardtune.experiments.result import RunResult
+from forwardtune.metrics import is_lower_better
 from forwardtune.tasks.task import Scores
 
 Keep = Literal["best", "last"]
@@ -41,4 +42,5 @@ def kept(result: RunResult, keep: Keep) -> Kept:
 def _rank(result: RunResult, index: int) -> tuple[float, float]:
     scores = result.curve.scores[index]
     metric = scores.metrics[result.metric]
-    return -math.inf if math.isnan(metric) else metric, -scores.test_loss
+    goodness = -metric if is_lower_better(result.metric) else metric
+    return -math.inf if math.isnan(metric) else goodness, -scores.test_loss

@@ -25,9 +25,10 @@ from forwardtune.errors import ExperimentError
 from forwardtune.experiments.result import Json
 from forwardtune.experiments.store import read_json
 from forwardtune.files import translated
+from forwardtune.metrics import perplexity
 from forwardtune.tasks.texts.data import Text
 from forwardtune.tasks.texts.models import PretrainedModel, quiet
-from forwardtune.tasks.texts.setups import score_between
+from forwardtune.tasks.texts.setups import Language, score_between
 from forwardtune.tasks.texts.task import CHUNK
 
 SETTINGS, LEDGER, NEW = "forwardtune.json", "run.ledger", "base.safetensors"
@@ -64,10 +65,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class Answer:
-    """Of one example: a class and how sure the model is, or a score."""
+    """Of one example: a class and how sure the model is, a score, or the perplexity of so many tokens."""
 
     prediction: str | float
-    probability: float | None
+    probability: float | None = None
+    tokens: int | None = None
+
+    def to_json(self) -> Json:
+        if self.tokens is not None:
+            return {"perplexity": self.prediction, "tokens": self.tokens}
+        sure = {} if self.probability is None else {"probability": round(self.probability, 4)}
+        return {"prediction": self.prediction, **sure}
 
 
 class Tuned:
@@ -95,10 +103,15 @@ class Tuned:
     @torch.inference_mode()
     def answers(self, texts: Sequence[Text]) -> Iterator[Answer]:
         for at in range(0, len(texts), CHUNK):
-            logits = self._setup.logits(self._model, [self._setup.encode(text) for text in texts[at : at + CHUNK]])
+            examples = [self._setup.encode(text) for text in texts[at : at + CHUNK]]
+            logits = self._setup.logits(self._model, examples)
+            if isinstance(self._setup, Language):
+                for mean, example in zip(logits[:, 0].tolist(), examples, strict=True):
+                    yield Answer(perplexity(-mean), tokens=self._setup.tokens(example))
+                continue
             if not self.settings.classes:
                 scores = score_between(logits, self.settings.low, self.settings.high)
-                yield from (Answer(score, None) for score in scores.tolist())
+                yield from map(Answer, scores.tolist())
                 continue
             sure, chosen = logits.softmax(1).max(1)
             for number, probability in zip(chosen.tolist(), sure.tolist(), strict=True):

@@ -9,12 +9,13 @@ from forwardtune import presets
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments.evidence import Evidence
 from forwardtune.experiments.intervals import paired
-from forwardtune.experiments.report.tables import markdown, ratio_text
+from forwardtune.experiments.report.tables import markdown, mean_and_deviation, ratio_text
 from forwardtune.experiments.result import Json, Results, rate_name
 from forwardtune.experiments.scoring import ComparisonScore, MethodScore, WorkloadScore, acceleration, accuracy, score
 from forwardtune.experiments.spec import Spec
 from forwardtune.experiments.store import Store
 from forwardtune.experiments.summary import count, number, sentence
+from forwardtune.metrics import shown
 from forwardtune.tasks import ImageWorkload, TextWorkload, Workload
 
 PRINTED = Path(__file__).parent / "paper.toml"
@@ -102,7 +103,7 @@ def _section(name: str, scores: ComparisonScore, full: Spec | None, printed: Jso
     if scores.missing:
         blocks.append(f"{count(scores.missing, 'run')} missing.\n")
     blocks += [f"- {sentence(workload)}" for workload in scores.workloads]
-    blocks.append(f"\n### Test {scores.metric} (%)\n\n" + _accuracy(scores, printed))
+    blocks.append(f"\n### Test {scores.metric_title()}\n\n" + _accuracy(scores, printed))
     blocks.append("\n### Training loss\n\n" + _losses(scores))
     if len(spec.methods) > 1:
         blocks.append(f"\n### Acceleration of {spec.methods[0].title}\n\n" + _accelerations(scores, printed))
@@ -122,7 +123,7 @@ def _accuracy(scores: ComparisonScore, printed: Json) -> str:
     rows = []
     for workload, majority in zip(scores.workloads, majorities, strict=True):
         first = _start(workload, workload.metric)
-        row = [workload.workload.subject, "missing" if first is None else f"{100 * first:.1f}"]
+        row = [workload.workload.subject, "missing" if first is None else shown(workload.metric, first)]
         if any(majorities):
             row.append("" if majority is None else f"{100 * majority:.1f}")
         for method_score in workload.methods:
@@ -138,9 +139,8 @@ def _mean_and_deviation(score: MethodScore) -> str:
     reached = accuracy(score)
     if reached is None or score.best is None:
         return "missing"
-    deviation = f" ± {100 * reached.std:.1f}" if reached.std is not None else ""
     diverged = f", {reached.diverged} of {len(score.best.results)} diverged" if reached.diverged else ""
-    return f"{100 * reached.mean:.1f}{deviation}{diverged}"
+    return f"{mean_and_deviation(reached)}{diverged}"
 
 
 def _majority(workload: WorkloadScore) -> float | None:

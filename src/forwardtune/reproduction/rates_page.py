@@ -14,6 +14,7 @@ from forwardtune.experiments.report.tables import markdown
 from forwardtune.experiments.result import rate_name
 from forwardtune.experiments.scoring import ComparisonScore, MethodScore, RateScore, WorkloadScore, score
 from forwardtune.experiments.summary import count, number
+from forwardtune.metrics import is_lower_better, scaled, shown, titled, unit
 from forwardtune.reproduction.page import origin, results_of
 from forwardtune.scales import SCALES
 
@@ -34,7 +35,8 @@ the one with the lowest mean final training loss; the runs at its other rates ar
 median of that loss over its rates, which is what half of all guesses reach. With `auto` nothing is chosen. Steps are in
 absolute units, or relative to the size of the weights where a method says so or finds its rate. Losses and scores are
 those at the end, mean and standard deviation over seeds. Differences are paired by seed, with Student's 95% interval;
-one whose interval includes zero is not decided.
+one whose interval includes zero is not decided. Agreement is the mean cosine between the gradients of two examples
+([lines](lines.md)) as a run has last measured it, where results have it.
 """
 
 
@@ -105,16 +107,26 @@ def _workload(workload: WorkloadScore) -> str:
     first = result.curve.column("train_loss")[0], result.curve.column(workload.metric)[0]
     w = workload.workload
     seeds = max((len(method.best.results) for method in workload.methods if method.best), default=0)
+    name = workload.metric
     start = (
         f"{w.name}: {w.queries:,} queries, {count(seeds, 'seed')}, {result.weights:,} weights. At the start the "
-        f"training loss is {number(first[0])}, the test {workload.metric} {100 * first[1]:.1f}%.\n"
+        f"training loss is {number(first[0])}, the test {name} {shown(name, first[1])}{unit(name)}.\n"
     )
-    header = ["method", "rates", "training loss", f"{workload.metric} (%)", "best rate", "a guess"]
-    rows = [_row(method) for method in workload.methods if method.best]
+    header = ["method", "rates", "training loss", titled(name), "best rate", "a guess"]
+    rows = [_row(method, name) for method in workload.methods if method.best]
+    agreements = [_agreement(method.best) for method in workload.methods if method.best]
+    if any(agreements):
+        header, rows = [*header, "agreement"], [[*row, own] for row, own in zip(rows, agreements, strict=True)]
     return "\n".join([start, markdown(header, rows), "", *(f"- {line}" for line in _findings(workload)), ""])
 
 
-def _row(score: MethodScore) -> list[str]:
+def _agreement(best: RateScore) -> str:
+    """Of examples, where runs have measured it."""
+    known = [result.agreement for result in best.finished if result.agreement is not None]
+    return _spread(known, ".2f") if known else ""
+
+
+def _row(score: MethodScore, metric: str) -> list[str]:
     best = score.best
     assert best is not None
     is_auto = score.method.is_auto
@@ -125,7 +137,7 @@ def _row(score: MethodScore) -> list[str]:
         f"**{name}**" if is_auto else name,
         "none" if is_auto else str(len(score.rates)),
         _spread(best.losses) + diverged,
-        _spread([100 * value for value in best.accuracies], ".1f"),
+        _spread([scaled(metric, value) for value in best.accuracies], ".4g" if is_lower_better(metric) else ".1f"),
         "found" if is_auto else f"{rate_name(best.lr)}{edge}",
         "" if is_auto else _shown(_guess(score)),
     ]

@@ -5,7 +5,7 @@ task       a workload made ready: data in memory, loss, evaluation, base weights
 sources    where data and weights are read from
 identity   hashes that identify descriptions and files
 images/    networks on image datasets
-texts/     transformers on labelled texts
+texts/     transformers on texts, labelled or plain
 """
 
 from forwardtune._compat import check_transformers
@@ -13,7 +13,7 @@ from forwardtune.tasks.images.task import ImageTask
 from forwardtune.tasks.images.workload import IMAGES, ImageWorkload
 from forwardtune.tasks.sources import Sources
 from forwardtune.tasks.task import Scores, Task
-from forwardtune.tasks.texts.workload import TEXTS, TextWorkload
+from forwardtune.tasks.texts.workload import LM, TEXTS, TextWorkload
 from forwardtune.tasks.workload import Workload
 
 __all__ = [
@@ -33,9 +33,9 @@ def prepare(workload: Workload, sources: Sources, device: str) -> Task:
         return ImageTask(workload, sources, device)
     assert isinstance(workload, TextWorkload)
     check_transformers()
-    from forwardtune.tasks.texts.task import TextTask
+    from forwardtune.tasks.texts.task import LanguageTask, TextTask
 
-    return TextTask(workload, sources, device)
+    return (LanguageTask if workload.setup == LM else TextTask)(workload, sources, device)
 
 
 class Tasks:

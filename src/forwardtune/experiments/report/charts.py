@@ -9,6 +9,7 @@ from statistics import fmean
 
 from forwardtune.experiments.result import Json, RunResult, rate_name
 from forwardtune.experiments.scoring import MethodScore, WorkloadScore
+from forwardtune.metrics import scaled
 
 COLORS = ("#0b6e4f", "#c8553d", "#4a6fa5", "#8f5aa8", "#b8860b", "#5a5a5a", "#2a9d9d", "#a84a6b")
 
@@ -53,7 +54,7 @@ def charts(score: WorkloadScore) -> list[Chart]:
     metric = score.metric
     every = [
         _curves(score, "loss", "Training loss", "train_loss", log=True),
-        _curves(score, "accuracy", f"Test {metric}", metric, scale=100, unit=" (%)"),
+        _curves(score, "accuracy", f"Test {metric}", metric, scale=scaled(metric, 1.0)),
         _sensitivity(score),
         _traces(score, "gamma", "Slope measured", "|gamma|"),
         _traces(score, "sigma", "Spread of recent slopes", "sigma"),
@@ -73,9 +74,7 @@ def _label(score: MethodScore) -> str:
     return f"{score.method.title}, lr {rate_name(score.best.lr)}"
 
 
-def _curves(
-    score: WorkloadScore, name: str, title: str, column: str, *, log: bool = False, scale: float = 1, unit: str = ""
-) -> Chart:
+def _curves(score: WorkloadScore, name: str, title: str, column: str, *, log: bool = False, scale: float = 1) -> Chart:
     series = [
         _band(
             _label(method),
@@ -93,7 +92,7 @@ def _curves(
         name,
         f"{title} against queries",
         "queries",
-        title.lower() + unit,
+        title.lower() + (" (%)" if scale == 100 else ""),
         tuple(series),
         log_y=log,
         note="Each method at its best rate: the mean over seeds and, as a band, their range.",

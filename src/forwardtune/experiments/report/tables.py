@@ -14,6 +14,7 @@ from forwardtune.experiments.intervals import Interval, Paired, bootstrap_mean
 from forwardtune.experiments.result import Json, RunResult, rate_name, scores_to_json
 from forwardtune.experiments.scoring import (
     Acceleration,
+    Accuracy,
     ComparisonScore,
     Contest,
     MethodScore,
@@ -22,6 +23,7 @@ from forwardtune.experiments.scoring import (
     accuracy,
 )
 from forwardtune.experiments.summary import number
+from forwardtune.metrics import scaled, shown, titled
 
 UNKNOWN: Json = dict.fromkeys(("mean", "std", "low", "high", "diverged"))
 
@@ -88,18 +90,23 @@ def _accuracy(scores: ComparisonScore) -> Table:
         reached = accuracy(score)
         if reached is None:
             return "runs missing", UNKNOWN
-        text = f"{100 * reached.mean:.1f}" + (f" ± {100 * reached.std:.1f}" if reached.std is not None else "")
+        text = mean_and_deviation(reached)
         ends = _ends(reached.interval)
         return text + _marks(score), {"mean": reached.mean, "std": reached.std, **ends, "diverged": reached.diverged}
 
     return _by_workload(
         scores,
         "accuracy",
-        f"Test {scores.metric} (%)",
+        f"Test {scores.metric_title()}",
         "Mean ± standard deviation over seeds, each method at the rate with the lowest mean final training loss. A run "
         f"that diverged counts with the {scores.metric} at which it was given up.",
         cell,
     )
+
+
+def mean_and_deviation(reached: Accuracy) -> str:
+    spread = f" ± {shown(reached.metric, reached.std)}" if reached.std is not None else ""
+    return shown(reached.metric, reached.mean) + spread
 
 
 def _loss(scores: ComparisonScore) -> Table:
@@ -167,7 +174,7 @@ def _contests(scores: ComparisonScore) -> Table:
     return Table(
         "differences",
         "Differences, seed by seed",
-        ("workload", "a - b", "training loss", "", f"test {scores.metric} (points)", ""),
+        ("workload", "a - b", "training loss", "", f"test {scores.metric_title('points')}", ""),
         tuple(rows),
         tuple(records),
         "The methods share seeds, and with them batches and directions, so they are compared seed by seed: mean "
@@ -178,11 +185,11 @@ def _contests(scores: ComparisonScore) -> Table:
 
 def _contest_cells(contest: Contest) -> list[str]:
     cells = []
-    for pair, scale, less_is_better in ((contest.loss, 1.0, True), (contest.accuracy, 100.0, False)):
+    for pair, scale in ((contest.loss, 1.0), (contest.accuracy, scaled(contest.metric, 1.0))):
         if pair is None:
             cells += ["a run diverged", ""]
             continue
-        cells += [_difference(pair, scale), _verdict(pair, contest, less_is_better)]
+        cells += [_difference(pair, scale), _verdict(pair, contest)]
     return cells
 
 
@@ -191,12 +198,12 @@ def _difference(pair: Paired, scale: float) -> str:
     return _signed(scale * pair.mean) + ends
 
 
-def _verdict(pair: Paired, contest: Contest, less_is_better: bool) -> str:
+def _verdict(pair: Paired, contest: Contest) -> str:
     if pair.interval is None:
         return "one seed"
     if not pair.is_clear:
         return "inside the noise"
-    return f"{(contest.a if (pair.mean < 0) == less_is_better else contest.b).method.title} ahead"
+    return f"{contest.ahead(pair).method.title} ahead"
 
 
 def _rates(scores: ComparisonScore) -> Table:
@@ -207,7 +214,7 @@ def _rates(scores: ComparisonScore) -> Table:
                 mean = rate.mean_loss
                 text = "missing" if not rate.losses else "diverged" if mean == math.inf else number(mean)
                 spread = f"{stdev(rate.losses):.2g}" if len(rate.losses) > 1 and mean < math.inf else ""
-                accuracy = f"{100 * fmean(rate.accuracies):.1f}" if rate.accuracies else ""
+                accuracy = shown(workload.metric, fmean(rate.accuracies)) if rate.accuracies else ""
                 diverged = f"{rate.diverged} of {len(rate.results)}" if rate.diverged else ""
                 mark = "best" if rate is score.best else ""
                 cells = (
@@ -227,7 +234,7 @@ def _rates(scores: ComparisonScore) -> Table:
     return Table(
         "rates",
         "Every rate",
-        ("workload", "method", "lr", "training loss", "±", f"{scores.metric} (%)", "diverged", ""),
+        ("workload", "method", "lr", "training loss", "±", scores.metric_title(), "diverged", ""),
         tuple(rows),
         tuple(records),
         "Means over seeds.",
@@ -271,7 +278,7 @@ def runs_table(workloads: Sequence[WorkloadScore]) -> Table:
         "outcome",
         "queries",
         "training loss",
-        "score (%)",
+        titled(*dict.fromkeys(workload.metric for workload in workloads)),
         "seconds",
         "threads",
         "peak MB",
@@ -313,6 +320,7 @@ def _run_record(workload: WorkloadScore, score: MethodScore, result: RunResult) 
 def _run_cells(record: Json) -> tuple[str, ...]:
     commit = (record["commit"] or "")[:8] + (" (changed)" if record["dirty"] else "")
     loss = "not finite" if record["train_loss"] is None else number(record["train_loss"])
+    metric, value = record["metric"], record[record["metric"]]
     outcome = f"diverged: {record['reason']}" if record["status"] == "diverged" else record["status"]
     return (
         record["workload"],
@@ -322,7 +330,7 @@ def _run_cells(record: Json) -> tuple[str, ...]:
         outcome,
         f"{record['queries']:,}",
         loss,
-        f"{100 * record[record['metric']]:.1f}",
+        "not finite" if value is None else shown(metric, value),
         f"{record['seconds']:.1f}",
         str(record["threads"]),
         f"{record['peak_memory'] / 1e6:,.0f}",

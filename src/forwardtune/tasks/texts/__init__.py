@@ -1,1 +1,1 @@
-"""Language models and sentence encoders tuned to labelled texts."""
+"""Language models and sentence encoders tuned to texts, with labels or without."""

@@ -1,4 +1,4 @@
-"""Labelled texts, from tables in files."""
+"""Texts, with labels or without, from tables in files or line by line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,15 @@ Text = tuple[str, ...]
 """One example: a text, or two."""
 Row = tuple[str, dict[str, Any]]
 """Where it comes from, for error messages, and its cells by column."""
+LINE = "text"
+"""The column that the lines of a .txt file make."""
 
 
 @dataclass(frozen=True)
 class Texts:
     """Examples and their labels: indices of `classes` or, if there are none, scores from `low` to `high`.
 
-    `names` are the classes as people call them.
+    `names` are the classes as people call them, `places` where the texts of either set come from.
     """
 
     columns: tuple[str, ...]
@@ -42,20 +44,26 @@ class Texts:
     low: float = 0.0
     high: float = 1.0
     note: str = ""
+    places: tuple[Sequence[str], Sequence[str]] = ((), ())
 
     @cached_property
     def digest(self) -> str:
         content = json.dumps([self.train, self.train_y.tolist(), self.test, self.test_y.tolist(), self.classes])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
+    def without_labels(self) -> Texts:
+        train_y, test_y = torch.zeros(len(self.train)), torch.zeros(len(self.test))
+        return replace(self, classes=(), names=(), train_y=train_y, test_y=test_y)
+
 
 def rows(file: Path) -> list[Row]:
-    """The table in a .csv, .tsv or .jsonl file."""
-    if file.suffix not in (".csv", ".tsv", ".jsonl"):
-        raise ExperimentError(f"{file} is not a table that can be read: it must be .csv, .tsv or .jsonl")
+    """The table in a .csv, .tsv or .jsonl file, or that of a single column which the lines of a .txt file make."""
+    readers = {".csv": _csv_rows, ".tsv": _csv_rows, ".jsonl": _json_rows, ".txt": _lines}
+    if file.suffix not in readers:
+        raise ExperimentError(f"{file} is not a table that can be read: it must be .csv, .tsv, .jsonl or .txt")
     try:
         with open(file, encoding="utf-8-sig", newline="") as content:
-            table = list(_json_rows(content, file) if file.suffix == ".jsonl" else _csv_rows(content, file))
+            table = list(readers[file.suffix](content, file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ExperimentError(f"{file} cannot be read ({error})") from None
     if not table:
@@ -86,8 +94,18 @@ def _json_rows(content: Any, file: Path) -> Iterator[Row]:
             yield where, row
 
 
+def _lines(content: Any, file: Path) -> Iterator[Row]:
+    for number, line in enumerate(content, 1):
+        if line.strip():
+            yield f"{file}, line {number}", {LINE: line.strip()}
+
+
 def texts_of(table: Sequence[Row], columns: Sequence[str]) -> list[Text]:
     return [tuple(str(cell(row, column)).strip() for column in columns) for row in table]
+
+
+def places_of(train: Sequence[Row], test: Sequence[Row]) -> tuple[Sequence[str], Sequence[str]]:
+    return [where for where, _ in train], [where for where, _ in test]
 
 
 def cell(row: Row, column: str) -> Any:
@@ -141,14 +159,7 @@ def from_files(train: Path, test: Path | None, columns: tuple[str, ...], label: 
     """A user's own classes; without a test file a tenth of every class, drawn once, is held out."""
     table = rows(train)
     classes = classes_of(table, label)
-    note = ""
-    if test is None:
-        held = _tenth(class_indices(table, label, classes))
-        tests = [row for i, row in enumerate(table) if i in held]
-        table = [row for i, row in enumerate(table) if i not in held]
-        note = f"{len(held)} of the examples in {train.name} are held out for testing"
-    else:
-        tests = rows(test)
+    table, tests, note = _with_tests(table, class_indices(table, label, classes), train, test)
     return Texts(
         columns,
         classes,
@@ -158,7 +169,34 @@ def from_files(train: Path, test: Path | None, columns: tuple[str, ...], label: 
         class_indices(tests, label, classes),
         names=classes,
         note=note,
+        places=places_of(table, tests),
     )
+
+
+def plain_texts(train: Path, test: Path | None, columns: tuple[str, ...]) -> Texts:
+    """A user's own texts without labels; without a test file a tenth, drawn once, is held out."""
+    table = rows(train)
+    table, tests, note = _with_tests(table, torch.zeros(len(table)), train, test)
+    return Texts(
+        columns,
+        (),
+        texts_of(table, columns),
+        torch.zeros(len(table)),
+        texts_of(tests, columns),
+        torch.zeros(len(tests)),
+        note=note,
+        places=places_of(table, tests),
+    )
+
+
+def _with_tests(table: list[Row], labels: Tensor, train: Path, test: Path | None) -> tuple[list[Row], list[Row], str]:
+    """Training and test rows, with a note if the latter are held out of the former."""
+    if test is not None:
+        return table, rows(test), ""
+    held = _tenth(labels)
+    tests = [row for i, row in enumerate(table) if i in held]
+    rest = [row for i, row in enumerate(table) if i not in held]
+    return rest, tests, f"{len(held)} of the examples in {train.name} are held out for testing"
 
 
 def _tenth(labels: Tensor) -> set[int]:
@@ -169,5 +207,6 @@ def _tenth(labels: Tensor) -> set[int]:
         order = own[torch.randperm(len(own), generator=torch.Generator().manual_seed(0))].tolist()
         held.update(order[: max(1, round(len(order) / 10)) if len(order) > 1 else 0])
     if not held:
-        raise ExperimentError("every class has only one example, so none can be held out; give more, or a test file")
+        one = "every class has" if len(labels) > 1 else "there is"
+        raise ExperimentError(f"{one} only one example, so none can be held out; give more, or a test file")
     return held

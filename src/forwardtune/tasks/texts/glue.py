@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from forwardtune.errors import ExperimentError
-from forwardtune.tasks.texts.data import Row, Texts, class_indices, rows, scores_of, texts_of
+from forwardtune.tasks.texts.data import Row, Texts, class_indices, places_of, rows, scores_of, texts_of
 
 HUB = "nyu-mll/glue"
 
@@ -139,6 +139,7 @@ def _texts(task: Glue, label: str, parts: list[list[Row]]) -> Texts:
         names=task.names or task.classes,
         high=1.0 if task.classes else 5.0,
         note=note,
+        places=places_of(train, test),
     )
 
 

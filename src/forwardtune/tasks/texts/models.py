@@ -17,7 +17,7 @@ from forwardtune.errors import ExperimentError, InvalidArgumentError
 from forwardtune.integrations.huggingface.footprint import check_fits
 from forwardtune.packed import keep_as_packed
 from forwardtune.tasks.texts.quantized import bytes_needed, check_rows, dtype_of, freeze_packed, loading, location
-from forwardtune.tasks.texts.setups import Head, Prompt, Setup, Similarity
+from forwardtune.tasks.texts.setups import Head, Language, Prompt, Setup, Similarity
 
 VIRTUAL_TOKENS = 8
 """How many tokens prompt and prefix tuning put in front of a text."""
@@ -55,6 +55,11 @@ class PretrainedModel:
             raise ExperimentError(
                 f"{self.path} ({self._architecture}) cannot continue a text: it has no language modeling head; use "
                 'the setup "similarity" or "head"'
+            )
+        if self.setup_name == "lm" and self.kind != "causal":
+            raise ExperimentError(
+                f'{self.path} ({self._architecture}) does not continue texts word by word; the setup "lm" needs a '
+                "causal language model"
             )
         if self.setup_name == "similarity" and self.kind == "causal":
             raise ExperimentError(f'{self.path} continues texts and does not embed them; use the setup "prompt"')
@@ -100,6 +105,8 @@ class PretrainedModel:
             limit -= self.config.pad_token_id + 1
         room = VIRTUAL_TOKENS if self.adapter in ("prompt", "prefix") else 0
         max_length = min(max_length, limit - room, self.tokenizer.model_max_length)
+        if self.setup_name == "lm":
+            return Language(self.tokenizer, max_length)
         if self.setup_name == "head":
             return Head(self.tokenizer, max_length, max(1, len(words)))
         if self.setup_name == "similarity":
@@ -132,10 +139,10 @@ class PretrainedModel:
             )
         if self.setup_name == "head" and self.tokenizer.pad_token_id is not None:
             model.config.pad_token_id = self.tokenizer.pad_token_id
-        if self.setup_name == "prompt" and info["missing_keys"]:
+        if self.setup_name in ("prompt", "lm") and info["missing_keys"]:
             raise ExperimentError(
                 f"the files of {self.path} lack {min(info['missing_keys'])!r}, without which it cannot continue a "
-                'text; use the setup "similarity" or "head"'
+                'text; use files that have it, or the setup "similarity" or "head"'
             )
         model.eval()
         keep_as_packed(model)
@@ -145,7 +152,8 @@ class PretrainedModel:
         if self._file:
             model.name_or_path = ""  # peft would look for a config.json there
         if self.adapter != "none":
-            model = adapt(model, self.adapter, {"prompt": "CAUSAL_LM", "head": "SEQ_CLS"}.get(self.setup_name))
+            tasks = {"prompt": "CAUSAL_LM", "lm": "CAUSAL_LM", "head": "SEQ_CLS"}
+            model = adapt(model, self.adapter, tasks.get(self.setup_name))
             new = [name for name, p in model.named_parameters() if p.requires_grad]
         return model, new
 

@@ -6,6 +6,8 @@ prompt: a language model is asked in its own terms. The text goes into a templat
 similarity: a sentence encoder is asked in its own terms, by the cosine of two embeddings (means over tokens). Two texts
     are compared with each other, a single text with the answers ("It was terrible.", "It was great.").
 head: a new linear layer on top of the model, as usual with backpropagation.
+lm: a language model is asked nothing. The only answer is the text itself, and its logit is the mean log-probability of
+    its tokens.
 
 A batch is split into buckets of similar length, each padded to its longest row: as many as cost least, counting padded
 tokens and passes.
@@ -123,11 +125,7 @@ class Prompt(Setup):
         def read(inputs: dict[str, Tensor], rows: list[Row]) -> Tensor:
             indices = [self._answer_index(row["input_ids"], inputs["input_ids"].shape[1]) for row in rows]
             distinct = sorted(set(indices))
-            kept = torch.tensor(distinct, device=inputs["input_ids"].device)
-            if _keeps_logits(model):
-                logits: Tensor = model(**inputs, logits_to_keep=kept).logits
-            else:
-                logits = model(**inputs).logits[:, kept]
+            logits = _logits_at(model, inputs, torch.tensor(distinct))
             own = torch.tensor([distinct.index(index) for index in indices])
             return logits[torch.arange(len(rows)), own][:, self.words].float()
 
@@ -195,6 +193,41 @@ class Head(Setup):
         return self._in_buckets(
             model, [rows[0] for rows in examples], lambda inputs, rows: model(**inputs).logits.float(), together
         )
+
+
+class Language(Setup):
+    """The logit of a text is the mean, over the tokens that follow others, of their log-probability in float32."""
+
+    answers = 1
+
+    def encode(self, text: Text) -> Rows:
+        """The two texts of a pair follow each other. A first token that the model knows comes before every text."""
+        ids: list[int] = self.tokenizer(" ".join(text), truncation=True, max_length=self.max_length)["input_ids"]
+        start = self.tokenizer.bos_token_id
+        if start is not None and ids[:1] != [start]:
+            ids = [start, *ids][: self.max_length]
+        if len(ids) < 2:
+            raise ExperimentError(
+                f"the text {' '.join(text)!r} is too short: no token in it follows another; leave it out, or add to it"
+            )
+        return ({"input_ids": ids},)
+
+    def logits(self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False) -> Tensor:
+        def read(inputs: dict[str, Tensor], rows: list[Row]) -> Tensor:
+            ids = inputs["input_ids"]
+            logits = _logits_at(model, inputs, torch.arange(-ids.shape[1], -1))
+            means = []
+            for row, own, nexts in zip(rows, logits, ids[:, 1:], strict=True):
+                n = self.tokens((row,))
+                means.append(F.cross_entropy(own[:n].float(), nexts[:n]))  # without what is padded
+            return -torch.stack(means)[:, None]
+
+        return self._in_buckets(model, [rows[0] for rows in examples], read, together)
+
+    @staticmethod
+    def tokens(example: Rows) -> int:
+        """How many tokens of an example are predicted."""
+        return len(example[0]["input_ids"]) - 1
 
 
 def score_between(logits: Tensor, low: float, high: float) -> Tensor:
@@ -272,6 +305,14 @@ def _first_tokens(tokenizer: Any, words: Sequence[str]) -> list[int]:
             "them; give other words for the classes"
         )
     return first
+
+
+def _logits_at(model: nn.Module, inputs: dict[str, Tensor], at: Tensor) -> Tensor:
+    """Logits at some tokens, counted from the end because adapters may put tokens in front."""
+    kept = at.to(inputs["input_ids"].device)
+    if _keeps_logits(model):
+        return model(**inputs, logits_to_keep=kept).logits  # type: ignore[no-any-return]
+    return model(**inputs).logits[:, kept]  # type: ignore[no-any-return]
 
 
 def _keeps_logits(model: nn.Module) -> bool:

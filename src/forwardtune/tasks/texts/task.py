@@ -1,4 +1,4 @@
-"""A transformer tuned to labelled texts."""
+"""A transformer tuned to labelled texts, or to plain ones."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from forwardtune.errors import ExperimentError
 from forwardtune.files import replace_file, translated
 from forwardtune.integrations.huggingface.footprint import footprint
-from forwardtune.metrics import metric, one_minus
+from forwardtune.metrics import metric, one_minus, perplexity
 from forwardtune.tasks.identity import RULES, file_digest, fingerprint
 from forwardtune.tasks.sources import Sources
 from forwardtune.tasks.task import Scores, Task
 from forwardtune.tasks.texts import glue
-from forwardtune.tasks.texts.data import Text, Texts, from_files
+from forwardtune.tasks.texts.data import LINE, Text, Texts, from_files, plain_texts
 from forwardtune.tasks.texts.models import PretrainedModel
 from forwardtune.tasks.texts.quantized import check_saved
-from forwardtune.tasks.texts.setups import Rows, score_between
-from forwardtune.tasks.texts.workload import TextWorkload
+from forwardtune.tasks.texts.setups import Language, Rows, score_between
+from forwardtune.tasks.texts.workload import LM, PLAIN, TextWorkload
 
 CHUNK = 16  # texts evaluated at a time
 
@@ -48,11 +48,13 @@ class TextTask(Task):
         self.language = PretrainedModel(
             path or workload.weights, workload.setup, workload.adapter, workload.dtype, workload.pad_token
         )
-        scored = self.language.setup_name == "head" and not self.texts.classes
-        self.setup_words = () if scored else self._checked_words()
+        self.setup_words = self._checked_words()
         self.setup = self.language.setup(self.texts.columns, self.template, self.setup_words, workload.max_length)
 
     def _checked_words(self) -> tuple[str, ...]:
+        """The answers, if there are any: a head that gives a score has none."""
+        if self.language.setup_name == "head" and not self.texts.classes:
+            return ()
         wanted = len(self.texts.classes) or 2
         if len(self.words) != wanted:
             classes = f"the classes {', '.join(self.texts.classes)}" if self.texts.classes else "the ends of the score"
@@ -183,10 +185,59 @@ class TextTask(Task):
         return model, new
 
 
+class LanguageTask(TextTask):
+    """A causal language model goes on learning to continue texts; labels are ignored.
+
+    The loss of an example is the cross entropy of its next tokens, the mean over its own; that of a batch is the mean
+    of these. The losses of an evaluation are means over all tokens of its examples, so that the perplexity is the
+    exponential of the test loss.
+    """
+
+    setup: Language
+
+    def __init__(self, workload: TextWorkload, sources: Sources, device: str) -> None:
+        super().__init__(workload, sources, device)
+        self.metrics, self.template = ("perplexity",), ""
+        for texts, places in zip((self.texts.train, self.texts.test), self.texts.places, strict=True):
+            for text, place in zip(texts, places, strict=True):
+                if len(" ".join(text).split()) < 2:  # longer ones have tokens enough
+                    self._check_text(text, place)
+
+    def _check_text(self, text: Text, place: str) -> None:
+        try:
+            self.setup.encode(text)
+        except ExperimentError as error:
+            raise ExperimentError(f"{place}: {error}") from None
+
+    def _checked_words(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def guessing(self) -> float:
+        return math.log(self.language.config.vocab_size)
+
+    def _objective(self, logits: Tensor, actual: Tensor) -> Tensor:
+        return -logits.mean()
+
+    def score(self, model: nn.Module, train: Tensor, test: Tensor) -> Scores:
+        train_loss = self._per_token(model, self._encoded(self._train, self.texts.train, train))
+        test_loss = self._per_token(model, self._encoded(self._test, self.texts.test, test))
+        return Scores(train_loss, test_loss, {"perplexity": perplexity(test_loss)})
+
+    def _per_token(self, model: nn.Module, examples: list[Rows]) -> float:
+        """The mean loss over all tokens of the examples."""
+        counts = torch.tensor([self.setup.tokens(rows) for rows in examples], dtype=torch.float64)
+        means = self.predict(model, examples)[:, 0].double()
+        return -(means @ counts / counts.sum()).item()
+
+
 def _texts(workload: TextWorkload, sources: Sources) -> Texts:
     if workload.data in glue.TASKS:
-        return glue.load(workload.data, sources.data, download=sources.download)
+        texts = glue.load(workload.data, sources.data, download=sources.download)
+        return texts.without_labels() if workload.setup == LM else texts
     test = sources.file(workload.test) if workload.test else None
+    if workload.data == PLAIN:
+        return plain_texts(sources.file(workload.train), test, workload.text or (LINE,))
     return from_files(sources.file(workload.train), test, workload.text, workload.label)
 
 

@@ -9,29 +9,31 @@ from forwardtune.tasks.workload import Workload
 from forwardtune.toml_tables import at_least, one_of
 
 GLUE = ("sst2", "mrpc", "qnli", "rte", "stsb")
-FILES = "files"
-TEXTS = (*GLUE, FILES)
+FILES, PLAIN = "files", "texts"
+TEXTS = (*GLUE, FILES, PLAIN)
 TRANSFORMER = "transformer"
-SETUPS = ("prompt", "similarity", "head")
+LM = "lm"
+SETUPS = ("prompt", "similarity", "head", LM)
 ADAPTERS = ("none", "lora", "prefix", "prompt", "ia3")
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int8", "nf4")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextWorkload(Workload):
-    """A transformer tuned to labelled texts.
+    """A transformer tuned to labelled texts or, as a language model, to the texts themselves.
 
     weights: the model's folder or GGUF file in the spec's folder or the data folder, ``"package:NAME/FOLDER"`` for one
         inside an installed package or, if downloads are allowed, a name on the Hub.
-    setup: how texts are put to the model, ``"prompt"``, ``"similarity"`` or ``"head"``; inferred from the model by
-        default.
+    setup: how texts are put to the model, ``"prompt"``, ``"similarity"`` or ``"head"``, inferred from the model by
+        default; ``"lm"`` asks nothing: a causal model learns to continue the texts, without their labels.
     adapter: ``"lora"``, ``"prefix"``, ``"prompt"`` or ``"ia3"``, tuned instead of the model's own weights.
     template, words: the question and its answers, if not the task's own.
     max_length: the maximum number of tokens in an example.
     pad_token: for a head on a model whose tokenizer has none.
     dtype: of the weights; with ``"int8"`` and ``"nf4"`` they are quantized on load, and frozen but for norms
         and biases.
-    train, test, text, label: for ``data = "files"``: tables (.csv, .tsv, .jsonl), and the names of their columns.
+    train, test, text, label: for ``data = "files"``: tables (.csv, .tsv, .jsonl), and the names of their columns; for
+        ``data = "texts"``, which have no labels, tables or files with a text in every line (.txt).
     """
 
     setup: str = ""
@@ -53,8 +55,10 @@ class TextWorkload(Workload):
         self._check_files()
         if self.setup:
             one_of("setup", self.setup, SETUPS)
-        if self.setup == "head" and (self.template or self.words):
-            raise ExperimentError("a head uses no template and no words; leave them out, or choose another setup")
+        if self.setup in ("head", LM) and (self.template or self.words):
+            what = "a head" if self.setup == "head" else "a language model on plain texts"
+            raise ExperimentError(f"{what} uses no template and no words; leave them out, or choose another setup")
+        self._check_language()
         one_of("adapter", self.adapter, ADAPTERS)
         one_of("dtype", self.dtype, DTYPES)
         if self.objective != "loss" and self.data == "stsb":
@@ -62,15 +66,25 @@ class TextWorkload(Workload):
         at_least(8, max_length=self.max_length)
 
     def _check_files(self) -> None:
-        """Tables are named for texts from files, and for nothing else."""
-        for name, needed in (("train", True), ("text", True), ("label", True), ("test", False)):
+        """Files are named for texts from files, and for nothing else; plain texts have no labels."""
+        applies = {FILES: ("train", "test", "text", "label"), PLAIN: ("train", "test", "text")}.get(self.data, ())
+        needed = {FILES: ("train", "text", "label"), PLAIN: ("train",)}.get(self.data, ())
+        for name in ("train", "text", "label", "test"):
             given = getattr(self, name)
-            if given and self.data != FILES:
+            if given and name not in applies:
                 raise ExperimentError(f"{name} does not apply to {self.data}; leave it out")
-            if needed and not given and self.data == FILES:
+            if name in needed and not given:
                 raise ExperimentError(f"texts from files need {name!r}; give it")
         if len(self.text) > 2:
             raise ExperimentError(f"an example has one text or two, not {len(self.text)}")
+
+    def _check_language(self) -> None:
+        if self.data == PLAIN and self.setup != LM:
+            raise ExperimentError('plain texts have no labels: they go with setup = "lm"')
+        if self.setup == LM and self.data == FILES:
+            raise ExperimentError('a language model needs no labels; name its texts with data = "texts"')
+        if self.setup == LM and self.objective != "loss":
+            raise ExperimentError(f'texts without labels have no {self.objective}; choose the objective "loss"')
 
     @property
     def subject(self) -> str:
