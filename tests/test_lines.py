@@ -454,6 +454,27 @@ class Functional(nn.Module):
         return self.layer(x) * self.gate
 
 
+class Tied(nn.Module):
+    """Its embedding is also used by a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(5, 3)
+
+    def forward(self, x):
+        return F.linear(self.words(x), self.words.weight)
+
+
+@pytest.mark.parametrize("directions", ["per-example", "auto"])
+def test_what_is_used_outside_its_layer_is_refused(directions):
+    model = Tied()
+    before = weights(model)
+    optimizer = ft.VS2P(model.named_parameters(), directions=directions)
+    with pytest.raises(InvalidArgumentError, match=r"words.weight is used outside its layer"):
+        optimizer.step(lambda: model(torch.arange(5)).square().mean(1))
+    torch.testing.assert_close(weights(model), before, rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.parametrize("directions", ["per-example", "auto"])
 def test_what_cannot_have_lines_of_its_own_is_named(directions):
     """Before the first step, also where examples may share a line."""

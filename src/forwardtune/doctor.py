@@ -85,8 +85,8 @@ def examine(model: nn.Module, rho: float = 1e-2, query: Callable[[], Any] | None
             owners[number].append(layer)
     usage = Usage(slots, lambda number: None)
     if query:
-        with torch.no_grad():
-            usage(query)
+        with torch.no_grad(), usage.watching():
+            query()
     scales = relative_scales([slot.tensor for slot in slots])
     alike: dict[tuple[str, str, str, str], list[tuple[Slot, float]]] = {}
     for number, (slot, name, scale) in enumerate(zip(slots, names, scales, strict=True)):

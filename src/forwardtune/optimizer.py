@@ -54,7 +54,7 @@ from forwardtune.errors import InvalidArgumentError, warn_deprecated
 from forwardtune.layers.layerwise import Layerwise
 from forwardtune.layers.perturbation import Perturbation, example_losses
 from forwardtune.line import Line, Offsets, Trail
-from forwardtune.noise import NOISE_VERSION, Field
+from forwardtune.noise import NOISE_VERSION, Field, Slot
 from forwardtune.noise.field import check_tensor
 from forwardtune.noise.mover import check_number
 from forwardtune.noise.types import COMMON
@@ -76,6 +76,7 @@ class LineSearch(RunState):
     _is_auto = False
     _moving: list[tuple[int, int]] | None = None
     _layers: Layerwise | None = None
+    _watched: tuple[Slot, ...] | None = None
 
     def __init__(self, params: Params, defaults: Mapping[str, Any], **run: Unpack[RunOptions]) -> None:
         unknown = run.keys() - RunOptions.__annotations__
@@ -299,7 +300,11 @@ class LineSearch(RunState):
         return self._layers
 
     def _perturbation(self, field: Field, step: int) -> Perturbation:
-        """The layers of this step's probes; while surveying all examples see the same ones."""
+        """The layers of this step's probes; while surveying all examples see the same ones.
+
+        Which layers use which parameters is watched in the first step of them.
+        """
+        watch, self._watched = self._watched is not field.slots, field.slots
         names = {
             tensor.data_ptr(): name
             for group in self.param_groups
@@ -310,6 +315,7 @@ class LineSearch(RunState):
             [names.get(slot.tensor.data_ptr(), f"parameter {slot.parameter}") for slot in field.slots],
             partial(field.factors, step),
             shared=self._is_surveying,
+            watch=watch,
         )
 
     def _searches(self, field: Field, review: Review | None) -> StepSearch:
@@ -365,7 +371,7 @@ class LineSearch(RunState):
         super().__setstate__(state)
         if self.param_groups:
             self._complete_run()
-        self._field = self._layers = None
+        self._field = self._layers = self._watched = None
         self._modules, self._stepping = Modules(), Lock()
 
 

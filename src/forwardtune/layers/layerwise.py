@@ -45,7 +45,8 @@ class Layerwise:
         if self._held is not None:
             return self._made(self._held, query)
         usage = Usage(self.slots, lambda number: self._move((number,)))
-        result = self._made((), lambda: usage(query))
+        with usage.watching():
+            result = self._made((), query)
         self._held = tuple(n for n in range(len(self.slots)) if n in usage.outside or n not in usage.inside)
         return result
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from forwardtune.errors import InvalidArgumentError
 from forwardtune.layers.prompts import Prompt, is_prompt
 from forwardtune.layers.rules import Nudge, rule_of
+from forwardtune.layers.usage import Usage, numbered, tuned_in
 from forwardtune.noise.outer import Factors
 from forwardtune.noise.types import Slot
 
@@ -23,7 +24,8 @@ class Perturbation:
     """The perturbed layers of one step.
 
     `factors_of` makes the factors of as many lines as there are examples; with `shared` all examples see the first.
-    `names` are those of the slots, for errors. `examples` is the size of the batch, known once a layer was called.
+    With `watch` parameters that are used outside their layers are refused. `names` are those of the slots, for errors.
+    `examples` is the size of the batch, known once a layer was called.
     """
 
     def __init__(
@@ -33,9 +35,11 @@ class Perturbation:
         factors_of: Callable[[int], Sequence[Factors]],
         *,
         shared: bool = False,
+        watch: bool = False,
     ) -> None:
         self._slots, self._names, self._factors_of, self._shared = slots, names, factors_of, shared
-        self._number = {slot.tensor.data_ptr(): number for number, slot in enumerate(slots) if slot.tensor.numel()}
+        self._numbers = numbered(slots)
+        self._usage = Usage(slots, lambda number: None) if watch else None
         self._factors: Sequence[Factors] = ()
         self._amplitudes: list[float] = []
         self._covered: set[int] = set()
@@ -45,8 +49,15 @@ class Perturbation:
     def at(self, offsets: Sequence[float]) -> Iterator[None]:
         """While it lasts, each example sees weights at an offset along its line, one offset per group."""
         self._amplitudes = [offsets[slot.group] * slot.scale for slot in self._slots]
-        with register_module_forward_hook(self._perturb):
+        watching = self._usage.watching() if self._usage else nullcontext()
+        with register_module_forward_hook(self._perturb), watching:
             yield
+        if self._usage and self._usage.outside:
+            name = self._names[min(self._usage.outside)]
+            raise InvalidArgumentError(
+                f"{name} is used outside its layer, by a function of its own, so that examples cannot see it perturbed "
+                f"there; {INSTEAD}"
+            )
         missed = [name for number, name in enumerate(self._names) if number not in self._covered]
         if missed:
             raise InvalidArgumentError(
@@ -57,11 +68,7 @@ class Perturbation:
     def _perturb(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if is_prompt(layer):
             return self._prompt(layer, *args)
-        tuned = {
-            name: self._number[tensor.data_ptr()]
-            for name, tensor in _own_parameters(layer)
-            if tensor.data_ptr() in self._number
-        }
+        tuned = tuned_in(layer, self._numbers)
         if not tuned:
             return None
         rule = rule_of(layer)
@@ -79,12 +86,13 @@ class Perturbation:
     def _prompt(self, layer: Any, x: Tensor) -> Tensor | None:
         """A prompt whose row is repeated later; its embedding, called with one row, may have passed for the batch."""
         embedding: nn.Module = layer.embedding
-        if layer.embedding.weight.data_ptr() not in self._number:
+        if layer.embedding.weight.data_ptr() not in self._numbers:
             return None
         if self.examples == 1:
             self.examples = None
-        row: Tensor = embedding.forward(x)
-        return Prompt.of(row, lambda n: self._perturb(embedding, (x.expand(n, -1),), row.expand(n, -1, -1)))
+        with torch._C.DisableTorchFunction():  # which usage would watch
+            row: Tensor = embedding.forward(x)
+        return Prompt.of(row, lambda n: self._perturb(embedding, (x.expand(n, -1),), row.repeat(n, 1, 1)))
 
     def _rows(self, x: Tensor, y: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """Input and output with one row per example."""
@@ -100,16 +108,6 @@ class Perturbation:
                 f"to which example is not known; {INSTEAD}"
             )
         return x, y
-
-
-def _own_parameters(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A layer's parameters, also those that it keeps in a list or a dict, which is never called itself."""
-    for name, tensor in layer._parameters.items():
-        if tensor is not None:
-            yield name, tensor
-    for name, held in layer._modules.items():
-        if isinstance(held, nn.ParameterDict | nn.ParameterList):
-            yield from held.named_parameters(name)
 
 
 def example_losses(losses: Any, examples: int | None = None) -> list[float]:

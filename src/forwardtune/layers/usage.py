@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -65,12 +65,14 @@ class Usage(TorchFunctionMode):
         self.inside: set[int] = set()
         self.outside: set[int] = set()
 
-    def __call__(self, query: Callable[[], Any]) -> Any:
-        with ExitStack() as watching:
-            watching.enter_context(register_module_forward_pre_hook(self._begin))
-            watching.enter_context(register_module_forward_hook(self._end, always_call=True))
-            watching.enter_context(self)
-            return query()
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with (
+            register_module_forward_pre_hook(self._begin),
+            register_module_forward_hook(self._end, always_call=True),
+            self,
+        ):
+            yield
 
     def _begin(self, layer: nn.Module, args: Any) -> None:
         if type(layer).__name__ == "OptimizedModule":
