@@ -12,6 +12,7 @@ import forwardtune as ft
 from forwardtune import auto, optimizer
 from forwardtune._compat.torchvision import torchvision
 from forwardtune._compat.transformers import transformers
+from forwardtune.doctor import examine
 from forwardtune.errors import InvalidArgumentError
 from forwardtune.layers.layerwise import Layerwise
 from forwardtune.ledger import export
@@ -334,3 +335,23 @@ def test_auto_finds_a_rate_in_sixteen_bits():
     losses = [method.step(lambda: F.cross_entropy(model(x).float(), y)).item() for _ in range(300)]
     assert not auto.is_surveying(method.auto)
     assert sum(losses[-20:]) < 0.7 * sum(losses[:20])
+
+
+def test_the_doctor_tells_what_probes_do():
+    """In place some weights stay where they are and some do not return; layers are covered or named."""
+    torch.manual_seed(0)
+    model = Odd().bfloat16().requires_grad_(True)
+    before, tokens = copy.deepcopy(list(model.parameters())), torch.randint(0, 11, (4, 5))
+    far, near = (examine(model, rho, lambda: model(tokens)) for rho in (0.3, 1e-4))
+    assert same(model.parameters(), before)
+    assert (far.probes, examine(Odd()).probes) == ("layerwise", "in-place")
+    rows = {row.name: row for row in near.findings}
+    assert rows["block.linear1.weight"].still > 0.9
+    assert all(row.still < 0.2 for row in far.findings)
+    assert any(row.changed > 0.02 for row in far.findings)
+    assert rows["words.weight"].no_own_lines == "used outside its layer"
+    assert rows["attention.in_proj_weight"].no_own_lines == "MultiheadAttention is not known"
+    assert not rows["block.linear1.weight"].no_own_lines
+    assert far.weights == sum(2 * p.numel() for p in model.parameters())
+    linear = examine(nn.Linear(30, 40))
+    assert (linear.copy, linear.line, linear.uncovered) == (4 * (30 * 40 + 40), 4 * (30 + 40 + 40), ())

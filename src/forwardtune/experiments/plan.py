@@ -38,8 +38,13 @@ class Run:
 
     @property
     def _settings(self) -> dict[str, object]:
-        """The method's; units are left out where they are those that a description without them has always meant."""
+        """The method's; units are left out where they are those that a description without them has always meant.
+
+        Of weights of 16 bits the rounding is told, which in a description without it is to nearest.
+        """
         settings = {name: value for name, value in self.method.settings.items() if name != "scale"}
+        if getattr(self.workload, "dtype", "") in ("bfloat16", "float16"):
+            settings = {"rounding": "stochastic", **settings}
         implied = "relative" if self.lr == "auto" else "absolute"
         return settings if self.method.scale == implied else {**settings, "scale": self.method.scale}
 

@@ -238,7 +238,7 @@ def _method(entry: Mapping[str, Any], top: _File) -> Method:
         raise ExperimentError(f'{where}: lr = "auto" finds the distance of probes, too; leave rho out')
     shared: dict[str, Any] = {"distribution": top.distribution, "directions": top.directions}
     own = inspect.signature(METHODS[known["method"]]).parameters.keys() - {"params", "lr", "run"}
-    accepted = own - ({"rho"} if is_auto else set()) | shared.keys() | {"scale"}
+    accepted = own - ({"rho"} if is_auto else set()) | shared.keys() | {"scale", "probes", "rounding"}
     for key in entry.keys() - known.keys():
         one_of(f"{where}: the setting", key, sorted(accepted))
     if top.scale:
