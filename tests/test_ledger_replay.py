@@ -202,7 +202,7 @@ def test_weights_that_cancel_to_zero_have_the_sign_they_had(path, dtype):
     with torch.no_grad():
         x[::3] = -0.0
     base = {"x": x.clone()}
-    optimizer = ft.STP([x], lr=0.25, recorder=ft.Ledger(path, {"x": x}))
+    optimizer = ft.STP([x], lr=0.25, probes="in-place", recorder=ft.Ledger(path, {"x": x}))
     losses = iter([1.0, 1.0, 0.0] * 5 + [0.0, 1.0, 2.0, 1.0, 0.0, 2.0] * 3 + [math.inf, 1.0, 1.0, 0.0])
     states = [x.clone()]
     with warnings.catch_warnings():

@@ -1,7 +1,7 @@
 """What tuning would do to a model, before any of it is done: its probes, its lines, its memory.
 
-For every kind of layer, how many weights a probe in place would move at all, how many it would leave changed after they
-returned, and whether examples can have lines of their own there.
+For every kind of layer, how many weights a probe in place, rounded to nearest, would not move at all, how many it would
+leave changed after they returned, and whether examples can have lines of their own there.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forwardtune.layers.layerwise import usual_probes
 from forwardtune.layers.rules import rule_of
 from forwardtune.layers.usage import Usage, numbered, tuned_in
 from forwardtune.noise import Field, Mover, Slot, Term
@@ -69,23 +70,23 @@ class Examination:
 def examine(model: nn.Module, rho: float = 1e-2, query: Callable[[], Any] | None = None) -> Examination:
     """Examines what is tuned in a model, for probes at a relative distance `rho`.
 
-    A `query`, any forward pass, shows parameters that are used outside their layers. Nothing is changed.
+    A `query`, any forward pass, shows parameters that are used outside their layers. No weight is changed.
 
     >>> examination = examine(nn.Sequential(nn.Linear(30, 40), nn.PReLU()).bfloat16())
     >>> examination.probes, [finding.no_own_lines for finding in examination.findings]
     ('layerwise', ['', '', 'PReLU is not known'])
     """
     named = dict(model.named_parameters())
-    field = Field([list(named.values())])
+    field = Field([list(named.values())], names=[list(named)])
     slots, numbers = field.slots, numbered(field.slots)
     names = [next(name for name, p in named.items() if p.data_ptr() == slot.tensor.data_ptr()) for slot in slots]
     owners: list[list[nn.Module]] = [[] for _ in slots]
     for layer in model.modules():
         for number in set(tuned_in(layer, numbers).values()):
             owners[number].append(layer)
-    usage = Usage(slots, lambda number: None)
+    outside: set[int] = set()
     if query:
-        with torch.no_grad(), usage.watching():
+        with torch.no_grad(), Usage(slots, outside.add).watching():
             query()
     scales = relative_scales([slot.tensor for slot in slots])
     alike: dict[tuple[str, str, str, str], list[tuple[Slot, float]]] = {}
@@ -93,16 +94,15 @@ def examine(model: nn.Module, rho: float = 1e-2, query: Callable[[], Any] | None
         kind = type(owners[number][0]).__name__ if owners[number] else "none"
         pattern = re.sub(r"\b\d+\b", "*", name)
         dtype = str(slot.tensor.dtype).removeprefix("torch.")
-        why = _why_not(owners[number], number in usage.outside)
+        why = _why_not(owners[number], number in outside)
         alike.setdefault((pattern, kind, dtype, why), []).append((slot, scale))
-    short = any(slot.tensor.element_size() == 2 for slot in slots)
     held = [sum(slots[n].tensor.nbytes for n in set(tuned_in(layer, numbers).values())) for layer in model.modules()]
     return Examination(
         rho=rho,
         findings=tuple(_finding(*key, members, rho) for key, members in alike.items()),
-        probes="layerwise" if short else "in-place",
+        probes=usual_probes(slots),
         weights=sum(slot.tensor.nbytes for slot in slots),
-        copy=max(held) + sum(slots[n].tensor.nbytes for n in usage.outside),
+        copy=max(held) + sum(slots[n].tensor.nbytes for n in outside),
         line=4 * sum(sum(factor_sizes(slot.tensor.shape)) for slot in slots),
     )
 

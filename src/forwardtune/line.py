@@ -16,6 +16,7 @@ import _signal  # below `signal`, without its conversions to enums, which would 
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -91,14 +92,11 @@ class Line:
 
     def _aside(self, moves: Sequence[StepMove], query: Callable[[], T]) -> T:
         assert self._layers
+        self._layers.holding = self._interrupts.held
         try:
             result: T = self._layers.query(moves, query)
         finally:
-            self._interrupts.hold = True  # if a signal came while weights were put back, that is finished now
-            try:
-                self._layers.restore()
-            finally:
-                self._interrupts.release()
+            self._layers.restore()  # if a signal came before weights were put back
         return result
 
     def goto(self, target: Position) -> None:
@@ -205,6 +203,16 @@ class _Interrupts:
             self._held.append((number, frame))
         else:
             self._handlers[number](number, frame)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Holds signals back until the end of the block, or further if they were held before."""
+        before, self.hold = self.hold, True
+        try:
+            yield
+        finally:
+            if not before:
+                self.release()
 
     def release(self) -> None:
         self.hold = False

@@ -49,6 +49,11 @@ class Objective:
         self._last = self._buffers.watch(self._closure)
         return self._last
 
+    def discount(self) -> None:
+        """Leaves the latest query out of the count, since it is made once more."""
+        self.queries -= 1
+        self.rewind()
+
     def rewind(self, *, generators: bool = True) -> None:
         """Restores the state before the first query."""
         self._buffers.restore()

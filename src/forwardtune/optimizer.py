@@ -129,9 +129,6 @@ class LineSearch(RunState):
             self.settings_at(1.0, 1.0, self.defaults)  # refuses methods without a size to find
         if not self.field.dimension:  # making the field also checks distribution, backend and parameters
             raise InvalidArgumentError("the parameters have no elements; there is nothing to tune")
-        if self.probes == "auto":
-            short = any(slot.tensor.element_size() == 2 for slot in self.field.slots)
-            self._run = {**self._run, "probes": "layerwise" if short else "in-place"}
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -219,11 +216,12 @@ class LineSearch(RunState):
             self._forget_trail()
         self._moving = moving
         check_number("step", step)
+        self._run = {**self._run, "probes": self.probes}
         if recorder:
             recorder.begin(self)
         objective = Objective(closure, field, self._modules, by_example=self.by_example)
         trail = self._trail()
-        line = Line(field, step, len(self.param_groups), trail, self._layerwise(field))
+        line = Line(field, step, len(self.param_groups), trail, self._layerwise(field, objective))
         review, searches = None, self._searches(field, None)
         try:
             with line:
@@ -235,8 +233,10 @@ class LineSearch(RunState):
                 elif self.shares_lines:
                     check = self._perturbation(field, step) if self._is_surveying else None
                     taken = searches.run_shared(partial(_shared_losses, line, check, objective))
+                    self._watched = field.slots if check else self._watched
                 else:
                     taken = searches.run_together(partial(_losses, self._perturbation(field, step), objective))
+                    self._watched = field.slots
                 if not taken:
                     objective.rewind(generators=False)
                 record = searches.record(step, queries=queries + objective.queries, taken=taken, review=review)
@@ -291,12 +291,13 @@ class LineSearch(RunState):
             return ()
         return trail_of(self.auto)
 
-    def _layerwise(self, field: Field) -> Layerwise | None:
+    def _layerwise(self, field: Field, objective: Objective) -> Layerwise | None:
         """What makes probes layer by layer, if that is asked for; it is kept as long as the same tensors move."""
         if self.probes != "layerwise":
             return None
         if self._layers is None or self._layers.slots is not field.slots:
             self._layers = Layerwise(field.mover)
+        self._layers.repeated = objective.discount
         return self._layers
 
     def _perturbation(self, field: Field, step: int) -> Perturbation:
@@ -304,7 +305,6 @@ class LineSearch(RunState):
 
         Which layers use which parameters is watched in the first step of them.
         """
-        watch, self._watched = self._watched is not field.slots, field.slots
         names = {
             tensor.data_ptr(): name
             for group in self.param_groups
@@ -315,7 +315,7 @@ class LineSearch(RunState):
             [names.get(slot.tensor.data_ptr(), f"parameter {slot.parameter}") for slot in field.slots],
             partial(field.factors, step),
             shared=self._is_surveying,
-            watch=watch,
+            watch=self._watched is not field.slots,
         )
 
     def _searches(self, field: Field, review: Review | None) -> StepSearch:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from forwardtune.arguments import Directions, Probes, Rounding, count_elements, names_of
 from forwardtune.auto import Auto, agreement, is_surveying, start
 from forwardtune.errors import NonFiniteLossError, warn
+from forwardtune.layers.layerwise import usual_probes
 from forwardtune.noise import Distribution, Field, Slot
 from forwardtune.noise.field import View
 from forwardtune.record import StepRecord
@@ -117,9 +118,9 @@ class RunState(Optimizer):
 
     @property
     def probes(self) -> Probes:
-        """Whether all weights move to a probe, or those of a layer while it computes."""
+        """Whether all weights move to a probe, or those of a layer while it computes; settled by the first step."""
         probes: Probes = self._run["probes"]
-        return probes
+        return usual_probes(self.field.slots) if probes == "auto" else probes
 
     @property
     def rounding(self) -> Rounding:

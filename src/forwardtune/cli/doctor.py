@@ -20,24 +20,26 @@ if TYPE_CHECKING:
     from forwardtune.doctor import Examination, Finding
 
 NOTE = (
-    "size: of a usual weight. still, changed: of a probe in place at {:.2%} of it, the weights that it does not move, "
-    "and those that it leaves changed. own: whether examples can have lines of their own"
+    "size: of a usual weight. still, changed: of a probe in place at {:.2%} of it, rounded to nearest, the weights "
+    "that it does not move, and those that it leaves changed. own: whether examples can have lines of their own"
 )
 
 
 def doctor(
     model: Annotated[str, typer.Argument(help="The model's folder, or its name on the Hub.")],
     setup: Annotated[
-        str, typer.Option(help="prompt, similarity or head.", show_default="inferred from the model")
+        str, typer.Option(help="prompt, similarity, head or lm.", show_default="inferred from the model")
     ] = "",
     adapter: Annotated[str, typer.Option(help="none, lora, prefix, prompt or ia3.")] = "none",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64, int8 or nf4.")] = "float32",
     rho: Annotated[float, typer.Option(help="How far a probe goes, relative to the weights.")] = 1e-2,
     batch: Annotated[int, typer.Option(min=1, help="Examples per step.")] = 16,
     download: Annotated[bool, typer.Option("--download", help="Allow downloads from the Hub.")] = False,
 ) -> None:
     """Tell what probes would do to a model's weights, which lines it can be tuned along, and the memory it takes."""
     check_transformers()
+    import torch
+
     from forwardtune.doctor import examine
     from forwardtune.integrations.huggingface.footprint import footprint
     from forwardtune.tasks import Sources
@@ -52,6 +54,7 @@ def doctor(
     if not 0 < rho <= 1:
         raise ExperimentError(f"--rho must be above zero and at most 1, not {rho:g}")
     language = PretrainedModel(Sources(None, Path(), download).model(model) or model, setup, adapter, dtype)
+    language.check_size(torch.device("cpu"))
     network = language.build(2)[0]
     tokens = language.tokenizer(["It was a good day."] * 2, return_tensors="pt")["input_ids"]
     seen = examine(network, rho, lambda: network(input_ids=tokens))

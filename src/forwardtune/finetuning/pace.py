@@ -124,7 +124,8 @@ def _portions(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
 def _moves_per_query(run: Run) -> float:
     """A step moves to each of its probes, unless examples have lines of their own, and on to where it ends.
 
-    Reviews move about as often as all steps do.
+    Reviews move about as often as all steps do. Weights of 16 bits are copied, moved and put back for a probe.
     """
-    to_probes = isinstance(run.method.settings["directions"], int)
+    passes = 3 if getattr(run.workload, "dtype", "") in ("bfloat16", "float16") else 1
+    to_probes = 0 if run.method.settings["directions"] == "per-example" else passes
     return (to_probes + 1 / run.method.queries_per_step) * (2 if run.method.is_auto else 1)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from forwardtune.errors import InvalidArgumentError
-from forwardtune.layers.prompts import Prompt, is_prompt
+from forwardtune.layers.prompts import RepeatedRow, is_prompt
 from forwardtune.layers.rules import Nudge, rule_of
 from forwardtune.layers.usage import Usage, numbered, tuned_in
 from forwardtune.noise.outer import Factors
@@ -39,7 +39,8 @@ class Perturbation:
     ) -> None:
         self._slots, self._names, self._factors_of, self._shared = slots, names, factors_of, shared
         self._numbers = numbered(slots)
-        self._usage = Usage(slots, lambda number: None) if watch else None
+        self._outside: set[int] = set()
+        self._usage = Usage(slots, self._outside.add) if watch else None
         self._factors: Sequence[Factors] = ()
         self._amplitudes: list[float] = []
         self._covered: set[int] = set()
@@ -52,8 +53,8 @@ class Perturbation:
         watching = self._usage.watching() if self._usage else nullcontext()
         with register_module_forward_hook(self._perturb), watching:
             yield
-        if self._usage and self._usage.outside:
-            name = self._names[min(self._usage.outside)]
+        if self._outside:
+            name = self._names[min(self._outside)]
             raise InvalidArgumentError(
                 f"{name} is used outside its layer, by a function of its own, so that examples cannot see it perturbed "
                 f"there; {INSTEAD}"
@@ -92,7 +93,7 @@ class Perturbation:
             self.examples = None
         with torch._C.DisableTorchFunction():  # which usage would watch
             row: Tensor = embedding.forward(x)
-        return Prompt.of(row, lambda n: self._perturb(embedding, (x.expand(n, -1),), row.repeat(n, 1, 1)))
+        return RepeatedRow.of(row, lambda n: self._perturb(embedding, (x.expand(n, -1),), row.repeat(n, 1, 1)))
 
     def _rows(self, x: Tensor, y: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """Input and output with one row per example."""

@@ -14,14 +14,14 @@ def is_prompt(layer: nn.Module) -> bool:
     return kind.__name__ == "PromptEmbedding" and kind.__module__.startswith("peft.tuners.prompt_tuning.")
 
 
-class Prompt(Tensor):
+class RepeatedRow(Tensor):
     """A row which, repeated for n examples, is `own(n)`; to everything else it is a plain tensor."""
 
     own: Callable[[int], Tensor]
 
     @staticmethod
-    def of(row: Tensor, own: Callable[[int], Tensor]) -> Prompt:
-        prompt = row.as_subclass(Prompt)
+    def of(row: Tensor, own: Callable[[int], Tensor]) -> RepeatedRow:
+        prompt = row.as_subclass(RepeatedRow)
         prompt.own = own
         return prompt
 

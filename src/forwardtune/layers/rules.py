@@ -52,7 +52,7 @@ def _linear(x: Tensor, y: Tensor, nudges: Nudges, order: Callable[[Tensor, Tenso
         right.append(outputs)
     if "bias" in nudges:
         amplitude, (signs,) = nudges["bias"]
-        left.append(torch.full_like(y[:, :1, :1] if y.ndim > 2 else y[:, None, :1], amplitude))
+        left.append(y.new_full((len(y), 1, 1), amplitude))
         right.append(signs)
     positions = max(part.shape[1] for part in left)
     factors = torch.cat([part.expand(-1, positions, -1) for part in left], -1)
@@ -62,7 +62,7 @@ def _linear(x: Tensor, y: Tensor, nudges: Nudges, order: Callable[[Tensor, Tenso
 
 def embedding(layer: nn.Embedding, x: Tensor, y: Tensor, nudges: Nudges) -> Tensor:
     amplitude, (rows, columns) = nudges["weight"]
-    signs = rows.gather(1, x.flatten(1)).view(x.shape)
+    signs = rows.gather(1, x.reshape(len(x), -1)).view(x.shape)
     return y.addcmul_(signs.to(y.dtype)[..., None], amplitude * _spread(columns, y, -1))
 
 

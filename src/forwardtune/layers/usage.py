@@ -1,15 +1,17 @@
-"""Which layers use which parameters, as one query shows."""
+"""Which layers use which parameters, as queries show."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from forwardtune.noise.types import Slot
 
@@ -24,7 +26,15 @@ def numbered(slots: Sequence[Slot]) -> dict[int, int]:
 
 def tuned_in(layer: nn.Module, numbers: Mapping[int, int]) -> dict[str, int]:
     """Those of a layer's own parameters that are tuned: their numbers, by their names in the layer."""
-    return {name: numbers[tensor.data_ptr()] for name, tensor in _own(layer) if tensor.data_ptr() in numbers}
+    return {name: numbers[address(tensor)] for name, tensor in _own(layer) if address(tensor) in numbers}
+
+
+def address(tensor: Tensor) -> int:
+    """Where a tensor's memory begins; 0 for one that has none of its own, being a wrapper around others."""
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
 
 
 def _own(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -39,10 +49,11 @@ def _own(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
 GIVE = {"data", "T", "mT", "H", "mH", "real"}
 """The attributes of a tensor that give its elements."""
 ASK = {"size", "dim", "numel", "nelement", "stride", "storage_offset", "data_ptr", "element_size", "get_device"}
-ASK |= {"untyped_storage", "has_names", "type", "__hash__", "__repr__", "__format__", "__len__"}
+ASK |= {"untyped_storage", "has_names", "__hash__", "__repr__", "__format__", "__len__"}
 """Methods that ask something about a tensor but do not give its elements."""
 
 
+@lru_cache(maxsize=4096)
 def gives_elements(function: Any) -> bool:
     """Whether a function of torch does more with a tensor than to ask about its shape or its memory."""
     name = getattr(function, "__name__", "")
@@ -52,21 +63,20 @@ def gives_elements(function: Any) -> bool:
 
 
 class Usage(TorchFunctionMode):
-    """Watches a query: which slots are used while their layer computes (`inside`), and which otherwise.
+    """Watches queries: a slot that is used while none of its layers computes is told to `on_outside`, just before.
 
-    `on_outside` is told of the latter, each before its first use. Of `torch.compile`'s modules the parts are not seen:
-    all slots count as used outside.
+    Of compiled modules the parts are not seen, nor what other threads do.
     """
 
     def __init__(self, slots: Sequence[Slot], on_outside: Callable[[int], None]) -> None:
         super().__init__()
         self._numbers, self._on_outside = numbered(slots), on_outside
         self._computing: list[set[int]] = []
-        self.inside: set[int] = set()
-        self.outside: set[int] = set()
+        self._thread = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
+        self._computing, self._thread = [], threading.get_ident()
         with (
             register_module_forward_pre_hook(self._begin),
             register_module_forward_hook(self._end, always_call=True),
@@ -74,35 +84,31 @@ class Usage(TorchFunctionMode):
         ):
             yield
 
+    def _is_seen(self) -> bool:
+        return not torch.compiler.is_compiling() and threading.get_ident() == self._thread
+
     def _begin(self, layer: nn.Module, args: Any) -> None:
-        if type(layer).__name__ == "OptimizedModule":
-            for number in self._numbers.values():
-                self._use_outside(number)
-        self._computing.append(set(tuned_in(layer, self._numbers).values()))
+        if self._is_seen():
+            self._computing.append(set(tuned_in(layer, self._numbers).values()))
 
     def _end(self, layer: nn.Module, args: Any, output: Any) -> None:
-        self._computing.pop()
+        if self._is_seen():
+            self._computing.pop()
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if gives_elements(function):
-            for leaf in tree_leaves([args, kwargs]):
-                if isinstance(leaf, Tensor) and (number := self._numbers.get(_address(leaf))) is not None:
-                    if any(number in own for own in self._computing):
-                        self.inside.add(number)
-                    else:
-                        self._use_outside(number)
+        if not torch.compiler.is_compiling() and gives_elements(function):
+            for leaf in _leaves((*args, *(kwargs or {}).values())):
+                number = self._numbers.get(address(leaf))
+                if number is not None and not any(number in own for own in self._computing):
+                    self._on_outside(number)
         return function(*args, **(kwargs or {}))
 
-    def _use_outside(self, number: int) -> None:
-        if number not in self.outside:
-            self.outside.add(number)
-            self._on_outside(number)
 
-
-def _address(tensor: Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # a wrapper around other tensors
-        return 0
+def _leaves(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _leaves(value)

@@ -34,19 +34,24 @@ def named_buffers(model: Model) -> dict[str, Tensor]:
     return dict(model.named_buffers(remove_duplicate=False)) if isinstance(model, nn.Module) else dict(model)
 
 
-def frozen_digest(model: Model, parameters: Iterable[Parameter]) -> str | None:
+def frozen_digest(model: Model, parameters: Iterable[Parameter], *, scales: bool = True) -> str | None:
     """The fingerprint of a module's parameters that do not move, with their scales; None if there are none."""
     if not isinstance(model, nn.Module):
         return None
     moving = {name for parameter in parameters for name in parameter.names}
-    tensors = {**dict(model.named_parameters()), **scales_in(model)}
+    tensors = {**dict(model.named_parameters()), **(scales_in(model) if scales else {})}
     frozen = {name: p for name, p in tensors.items() if name not in moving and p.device.type != "meta"}
     return combined([*frozen, *digests(frozen.values())]) if frozen else None
 
 
 def has_frozen_weights(header: Header, model: Model) -> bool:
-    """Whether a module's parameters that do not move are those of the run; not checked for a dict of tensors."""
-    return not isinstance(model, nn.Module) or frozen_digest(model, header.parameters) == header.frozen
+    """Whether a module's parameters that do not move are those of the run; not checked for a dict of tensors.
+
+    In older ledgers their fingerprint is without the scales of packed ones.
+    """
+    if not isinstance(model, nn.Module):
+        return True
+    return any(frozen_digest(model, header.parameters, scales=scales) == header.frozen for scales in (True, False))
 
 
 def weights_of(header: Header, tensors: Mapping[str, Tensor]) -> list[Tensor]:

@@ -31,6 +31,11 @@ def choose(objective: str | Own, trainer: ForwardTrainer) -> Objective:
             "with lines of examples' own every forward pass has the whole batch; train in one process on one device, "
             "or leave directions at 1"
         )
+    if trainer.args.gradient_accumulation_steps > 1:
+        raise InvalidArgumentError(
+            "with lines of examples' own every forward pass has the whole batch; leave gradient_accumulation_steps at "
+            "1 and raise per_device_train_batch_size"
+        )
     if callable(objective):
         return _own(objective)
     if getattr(getattr(trainer.model, "config", None), "is_encoder_decoder", False):

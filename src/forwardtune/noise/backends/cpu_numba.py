@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,17 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="forwardtune")
 
 
+def share(work: Callable[[int, int], Any], n: int, parts: int) -> list[Any]:
+    """Runs `work` over parts of a range in threads. All have ended when it returns, or raises on a signal."""
+    bounds = [n * i // parts for i in range(parts + 1)]
+    pool = _pool(os.getpid(), torch.get_num_threads())
+    futures = [pool.submit(work, low, high) for low, high in pairwise(bounds)]
+    try:
+        return [future.result() for future in futures]
+    finally:
+        wait(futures)
+
+
 @cache
 def _self_test() -> None:
     """Compares small tensors with the reference: code that another version compiled and cached must not run."""
@@ -262,6 +274,4 @@ class CpuNumba:
         n, threads = len(self.chunks.table), torch.get_num_threads()
         if threads == 1 or self.chunks.elements * passes < PARALLEL_FROM:
             return [work(0, n)]
-        parts = max(threads, min(8 * threads, n // 16))
-        bounds = [n * i // parts for i in range(parts + 1)]
-        return list(_pool(os.getpid(), threads).map(work, bounds[:-1], bounds[1:]))
+        return share(work, n, max(threads, min(8 * threads, n // 16)))

@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from forwardtune.noise import distributions as D
 from forwardtune.noise.backends.chunks import DTYPES
-from forwardtune.noise.backends.cpu_numba import PARALLEL_FROM, _pool
+from forwardtune.noise.backends.cpu_numba import PARALLEL_FROM, share
 from forwardtune.noise.backends.numba_pieces import (
     add,
     add_rounded,
@@ -96,5 +94,4 @@ def add_outer(
     if threads == 1 or n < threads or tensor.numel() * len(rows) < PARALLEL_FROM:
         work(0, n)
         return
-    bounds = [n * i // (4 * threads) for i in range(4 * threads + 1)]
-    list(_pool(os.getpid(), threads).map(work, bounds[:-1], bounds[1:]))
+    share(work, n, 4 * threads)
