@@ -148,8 +148,8 @@ def main() -> None:
         print_peak(*options.peak)
         return
     rows = gpt2_costs(options.rounds)
-    torch.set_num_threads(1)
     if options.only is None:
+        torch.set_num_threads(1)
         rows += measured("digits", "digits", Sources(), 0.03, (0, 100, 500), LINES, options.rounds)
         if options.data:
             rows += measured("ResNet18", "auto/resnet18", Sources(options.data), 2e-3, (0,), 25, options.rounds)
