@@ -196,6 +196,7 @@ def test_a_stopped_run_goes_on(home, monkeypatch):
     ("command", "complaint"),
     [
         ("--model model", r"name either a task .* or a table"),
+        ("--model model --train texts.txt", "texts.txt has texts without labels; add --objective lm"),
         ("--model model --task sst3 --data .", r"task 'sst3' is not known \(did you mean 'sst2'\?\)"),
         ("--model model --task sst2", "sst2 is read from the data folder, and none was given"),
         ("--model nowhere --train train.csv", "no model at nowhere"),

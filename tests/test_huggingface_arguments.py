@@ -124,7 +124,11 @@ def test_without_a_rate_it_is_found_while_training(tmp_path):
     factor = ForwardTrainingArguments(str(tmp_path), auto=True, learning_rate=0.5)
     assert factor.optimizer([torch.ones(3)]).param_groups[0]["lr"] == 0.5
     for wrong, complaint in (
-        ({"method": "S2P", "auto": True}, "S2P cannot find its step size; give it a learning_rate"),
+        (
+            {"method": "S2P", "auto": True, "method_args": rules},
+            "S2P cannot find its step size; give it a learning_rate",
+        ),
+        ({"method": "S2P"}, "S2P needs step_size; give it in method_args"),
         ({"method": "STP", "auto": False}, "STP needs a learning_rate"),
         ({"rho": 0.1}, "rho is found while training, too"),
         ({"scale": "log"}, "scale 'log' is not known"),

@@ -274,11 +274,11 @@ def test_a_run_is_planned_and_resumed(home, monkeypatch):
 @pytest.mark.parametrize(
     ("command", "complaint"),
     [
-        ("--train texts.txt --objective lm --label-column label", "leave --label-column and --setup out"),
-        ("--train texts.txt --objective lm --setup head", "leave --label-column and --setup out"),
+        ("--train texts.txt --objective lm --label-column label", "leave --label-column and other setups out"),
+        ("--train texts.txt --objective lm --setup head", "leave --label-column and other setups out"),
         ("--train texts.txt --objective lm --word a --word b", "uses no template and no words"),
         ("--train texts.txt --objective lm --text-column body", "there is no column 'body', only 'text'"),
-        ("--train texts.txt", "there is no column 'label', only 'text'"),
+        ("--train texts.txt", "texts without labels; add --objective lm"),
         ("--train none.txt --objective lm", "there is no file at .*none.txt"),
     ],
 )

@@ -149,7 +149,9 @@ class LineSearch(RunState):
     def check(self, group: Mapping[str, Any]) -> None:
         """Refuses invalid settings; subclasses add their own checks."""
         if not is_number(group["lr"]) or not 0 <= group["lr"] < math.inf:
-            raise InvalidArgumentError(f"lr must be a number, zero or above and finite, not {group['lr']!r}")
+            raise InvalidArgumentError(
+                f"lr must be a number, zero or above and finite, not {group['lr']!r}; or leave it out"
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if "params" not in param_group:

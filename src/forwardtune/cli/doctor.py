@@ -107,7 +107,7 @@ def _consequences(seen: Examination, batch: int) -> Iterator[str]:
         )
     else:
         yield (
-            "lines: common ones, or a line for each example (--directions auto), which take another "
+            "lines: common ones, or a line for each example (--directions auto), which takes another "
             f"{size(batch * seen.line)} for {batch} examples"
         )
 

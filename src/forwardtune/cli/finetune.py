@@ -45,7 +45,7 @@ def finetune(
         list[str] | None, typer.Option(help="The answer of each class, in order.", show_default=False)
     ] = None,
     setup: Annotated[
-        str, typer.Option(help="prompt, similarity or head.", show_default="inferred from the model")
+        str, typer.Option(help="prompt, similarity, head or lm.", show_default="inferred from the model")
     ] = "",
     adapter: Annotated[str, typer.Option(help="none, lora, prefix, prompt or ia3.")] = "none",
     peft: Annotated[str | None, typer.Option(hidden=True)] = None,
@@ -127,7 +127,7 @@ def finetune(
         adapter = peft
 
     if (task is None) == (train is None):
-        raise ExperimentError("name either a task (--task sst2 --data DIR) or a table (--train FILE)")
+        raise ExperimentError("name either a task (--task sst2 --data DIR) or a table or text file (--train FILE)")
     if task and (test or text_column or label_column):
         raise ExperimentError("--test, --text-column and --label-column apply only with --train; leave them out")
     if ledger and ledger.exists() and not (out / SETTINGS).exists():
@@ -135,9 +135,14 @@ def finetune(
     if task:
         one_of("task", task, GLUE)
     is_language = LM in (objective, setup)
+    if train and train.suffix == ".txt" and not is_language:
+        raise ExperimentError(
+            f"{train} has texts without labels; add --objective lm to learn the texts themselves, or give a table "
+            "(.csv, .tsv, .jsonl) with a column of labels"
+        )
     if is_language and (label_column or setup not in ("", LM) or objective not in ("loss", LM)):
         raise ExperimentError(
-            "with --objective lm the texts themselves are learned; leave --label-column and --setup out"
+            "with --objective lm the texts themselves are learned; leave --label-column and other setups out"
         )
     if sum(length is not None for length in (steps, queries, minutes)) > 1:
         raise ExperimentError("--steps, --queries and --minutes each say how long the run is; give one of them")

@@ -118,7 +118,7 @@ def example_losses(losses: Any, examples: int | None = None) -> list[float]:
         wanted = f", {examples} of them" if examples else ""
         raise InvalidArgumentError(
             f"with lines of their own the closure must return one loss per example{wanted}, not {got}; for instance "
-            'F.cross_entropy(model(x), y, reduction="none")'
+            'F.cross_entropy(model(x), y, reduction="none"), with the whole batch in every forward pass'
         )
     values: list[float] = losses.detach().to(torch.float64).tolist()
     return values

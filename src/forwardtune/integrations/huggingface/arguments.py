@@ -135,6 +135,16 @@ class ForwardTrainingArguments(transformers.TrainingArguments):
             raise InvalidArgumentError(
                 f"rho={self.rho:g} does not apply to {self.method}, which probes at its learning rate; leave it out"
             )
+        needed = [
+            name
+            for name, parameter in inspect.signature(METHODS[self.method]).parameters.items()
+            if parameter.default is parameter.empty and name in known and name not in given
+        ]
+        if needed:
+            raise InvalidArgumentError(
+                f"{self.method} needs {', '.join(needed)}; give it in method_args, for instance "
+                f"method_args={{{needed[0]!r}: ...}}; help(forwardtune.{self.method}) tells more"
+            )
         for name in given:
             if name not in known:
                 settings = ", ".join(sorted(known)) or "its learning rate"

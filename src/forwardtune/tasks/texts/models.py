@@ -74,7 +74,8 @@ class PretrainedModel:
         try:
             yield
         except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            lines = (str(error).strip() or type(error).__name__).splitlines()
+            first = " ".join(lines[:3]) if lines[0].rstrip().endswith(":") else lines[0]
             raise ExperimentError(f"the {what} of the model {self.path} cannot be loaded: {first}") from None
 
     @property
