@@ -1,6 +1,7 @@
 """Results that stay: compact, checked, and never made twice."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from forwardtune.experiments.comparison import Machine, compare
 from forwardtune.experiments.evidence import Evidence
 from forwardtune.experiments.plan import plan
 from forwardtune.experiments.result import Trace
-from forwardtune.experiments.scoring import score
+from forwardtune.experiments.scoring import chosen_rates, score
 from forwardtune.experiments.store import Store
 from forwardtune.tasks import Sources, Tasks
 from tests.helpers.comparisons import TEXT, finished, parse
@@ -47,8 +48,7 @@ def test_only_what_is_missing_is_made(made, tmp_path, monkeypatch):
     more, evidence = parse(TEXT.replace("[0, 1]", "[0, 1, 2]")), tmp_path / "kept.jsonl"
     evidence.write_bytes(file.read_bytes())
     elsewhere = Store(tmp_path / "store")
-    for base in store.bases.iterdir():
-        (elsewhere.bases / base.name).write_bytes(base.read_bytes())
+    shutil.copytree(file.parent / "bases", tmp_path / "bases")
     asked = []
 
     class Pool:
@@ -63,6 +63,8 @@ def test_only_what_is_missing_is_made(made, tmp_path, monkeypatch):
     assert [run.seed for run in asked] == [2, 2, 2]
     assert evidence.read_bytes() == file.read_bytes()
     assert all(elsewhere.result(run.id) for run in plan(spec))
+    for base in store.bases.iterdir():
+        assert (elsewhere.bases / base.name).read_bytes() == base.read_bytes()
 
 
 def test_runs_are_kept_even_if_the_comparison_is_interrupted(made, tmp_path, monkeypatch):
@@ -108,7 +110,7 @@ def test_what_is_kept_here_is_what_its_presets_ask_for():
     """A change of how runs are described would orphan all evidence."""
     for file in sorted(Path(__file__).parents[1].glob("evidence/*/*.jsonl")):
         spec = presets.load(f"{file.parent.name}/{file.stem}")
-        ids = {run.id for run in plan(spec, {method.label: method.lr[0] for method in spec.methods})}
+        ids = {run.id for run in plan(spec, chosen_rates(spec, Evidence(file)))}
         kept = {json.loads(line)["id"] for line in file.read_text().splitlines()}
         assert kept <= ids
         assert len(kept) > len(ids) / 2

@@ -42,9 +42,11 @@ def test_weights_from_a_file_but_for_the_head(network, suffix, tmp_path):
         torch.save(weights, file)
     else:
         save_file(weights, file)
-    base = load_file(base_of(task_of(network, file.name, Sources(None, tmp_path)), tmp_path))
-    head = networks.HEADS[network]
-    for name, tensor in base.items():
+    task, head = task_of(network, file.name, Sources(None, tmp_path)), networks.HEADS[network]
+    base = base_of(task, tmp_path)
+    new = (f"{head}.weight", f"{head}.bias", "running_mean", "running_var", "num_batches_tracked")
+    assert all(name.endswith(new) for name in load_file(base))  # what the file has is not written again
+    for name, tensor in task.start(base).state_dict().items():
         if name.startswith(f"{head}."):
             assert tensor.shape[0] == 10
         elif name == "encoder.pos_embedding":

@@ -4,11 +4,15 @@ A line has what the result of a run has, except its trace. Runs that were made a
 it: those that a comparison needs are taken from the file, and those that it makes are added. A run is known by the
 hash of its description, which includes the versions of the noise and of the rules, so that runs of another version are
 never taken for those of this one.
+
+The base weights beside the file, in `bases`, are those that began with weights from elsewhere and have little that is
+new, such as a head: runs that are added on another machine start from the same bits.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +21,12 @@ from forwardtune.errors import ExperimentError
 from forwardtune.experiments.plan import Run
 from forwardtune.experiments.result import RunResult, Trace
 from forwardtune.experiments.store import SCHEMA, Store
-from forwardtune.files import translated, write_text
+from forwardtune.files import replace_file, translated, write_text
 from forwardtune.tasks.identity import fingerprint
+
+
+LARGEST = 1_000_000
+"""Bytes up to which the file of a base is kept."""
 
 
 class Evidence:
@@ -40,7 +48,9 @@ class Evidence:
         return self._results.get(run_id)
 
     def give(self, runs: Iterable[Run], store: Store) -> int:
-        """Puts the results of these runs into a store that does not have them; returns how many."""
+        """Puts the results of these runs, and their bases, into a store that does not have them; returns how many."""
+        for base in {result.base.id for run in runs if (result := self.result(run.id))}:
+            _copy(self._base(base), store.base(base))
         given = [result for run in runs if (result := self.result(run.id)) and store.result(run.id) is None]
         for result in given:
             store.save(result)
@@ -57,6 +67,18 @@ class Evidence:
         with translated(ExperimentError, f"{self.file} cannot be written; nothing was changed"):
             self.file.parent.mkdir(parents=True, exist_ok=True)
             write_text(self.file, "".join(lines))
+            for base in {result.base.id for result in new.values()}:
+                if store.base(base).stat().st_size <= LARGEST:
+                    _copy(store.base(base), self._base(base))
+
+    def _base(self, base_id: str) -> Path:
+        return self.file.parent / "bases" / f"{base_id}.safetensors"
+
+
+def _copy(source: Path, to: Path) -> None:
+    if source.exists() and not to.exists():
+        to.parent.mkdir(exist_ok=True)
+        replace_file(to, lambda new: shutil.copyfile(source, new))
 
 
 def _line(result: RunResult) -> str:

@@ -119,6 +119,7 @@ class ImageTask(Task):
             self._source(self.workload.pretrain)
 
     def make_base(self, file: Path) -> nn.Module:
+        """Writes only the weights and buffers that are not those in `weights`."""
         recipe = self.workload.pretrain
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed if recipe else 0)
@@ -130,7 +131,12 @@ class ImageTask(Task):
                 order = torch.randperm(self.examples, generator=torch.Generator().manual_seed(0))
                 some = [order[i : i + 128] for i in range(0, min(2048, self.examples), 128)]
                 networks.estimate_statistics(model, [self.batch(indices)[0] for indices in some])
-        state = {key: value.cpu().contiguous() for key, value in model.state_dict().items()}
+        given = self.weights(model)
+        state = {
+            key: value.cpu().contiguous()
+            for key, value in model.state_dict().items()
+            if key not in given or not torch.equal(value.cpu(), given[key].to(value.dtype))
+        }
         with translated(ExperimentError, f"{file} cannot be written"):
             replace_file(file, lambda new: save_file(state, new))
         return model.train()
@@ -165,5 +171,7 @@ class ImageTask(Task):
     def start(self, base: Path) -> nn.Module:
         with torch.device("meta"):
             model = self.network()
-        model.load_state_dict(load_file(base), assign=True)
+        state = model.state_dict()
+        given = {key: value.to(state[key].dtype) for key, value in self.weights(model).items()}
+        model.load_state_dict({**given, **load_file(base)}, assign=True)
         return model.to(self.device).train()
