@@ -42,6 +42,9 @@ def naive_similarity(task, model, text):
 
 
 def naive_head(task, model, text):
+    if task.template:
+        prompt = task.template.format_map(dict(zip(task.texts.columns, text, strict=True)))
+        return model(input_ids=torch.tensor([[1, *task.language.tokenizer(prompt)["input_ids"]]])).logits[0]
     return model(**task.language.tokenizer(*text, return_tensors="pt")).logits[0]
 
 
@@ -65,6 +68,8 @@ def naive_prompt(task, model, text):
         ("padless", "reviews.jsonl", {}),
         ("causal", "reviews.jsonl", {"adapter": "lora"}),
         ("causal", "reviews.jsonl", {"setup": "head"}),
+        ("causal", "reviews.jsonl", {"setup": "head", "template": "{text} It was"}),
+        ("causal", "pairs.jsonl", {"setup": "head", "template": "{a} {b} Answer :", "adapter": "lora"}),
         ("masked", "reviews.jsonl", {}),
         ("masked", "reviews.jsonl", {"adapter": "lora"}),
         ("masked", "pairs.jsonl", {"setup": "similarity"}),

@@ -65,12 +65,30 @@ def test_the_base_is_what_the_models_files_lack(tmp_path, folder, changes):
 
 
 @pytest.mark.parametrize(
+    ("model", "changes"), [("causal", {}), ("encoder", {"template": "{text}"}), ("causal", {"adapter": "lora"})]
+)
+def test_a_fitted_head_tells_classes_apart_before_the_runs_begin(tmp_path, folder, model, changes):
+    """And is all that is new in the base."""
+    losses = []
+    for fit in (0, 40):
+        task = task_of(folder, model, setup="head", fit=fit, **changes)
+        made = task.make_base(tmp_path / f"{fit}.safetensors")
+        started = task.start(tmp_path / f"{fit}.safetensors")
+        losses.append(task.evaluate(started).train_loss)
+        for (name, p), q in zip(made.named_parameters(), started.parameters(), strict=True):
+            assert torch.equal(p, q), name
+    assert losses[1] < min(losses[0], 0.69)
+    assert load_file(tmp_path / "0.safetensors").keys() == load_file(tmp_path / "40.safetensors").keys()
+
+
+@pytest.mark.parametrize(
     ("changes", "complaint"),
     [
         ({"train": ""}, "texts from files need 'train'"),
         ({"text": ("a", "b", "c")}, "one text or two, not 3"),
         ({"setup": "magic"}, "setup 'magic' is not known"),
-        ({"setup": "head", "template": "{text} It was"}, "a head uses no template and no words"),
+        ({"setup": "head", "words": ("bad", "good")}, "a head uses no words"),
+        ({"fit": 20}, 'only a head can be fitted before the runs begin; add setup = "head", or leave fit out'),
         ({"adapter": "loar"}, r"adapter 'loar' is not known \(did you mean 'lora'\?\)"),
         ({"objective": "recall"}, "objective 'recall' is not known"),
         ({"max_length": 4}, "max_length must be at least 8"),

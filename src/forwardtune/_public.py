@@ -11,6 +11,7 @@ from forwardtune.errors import (
     LedgerError,
     NonFiniteLossError,
 )
+from forwardtune.heads import FittedHead, fit_head
 from forwardtune.ledger import Ledger, replay, resume
 from forwardtune.methods import S2P, STP, VS2P, MeZO
 from forwardtune.noise import Field
@@ -28,6 +29,7 @@ __all__ = [
     "Decision",
     "ExperimentError",
     "Field",
+    "FittedHead",
     "ForwardTuneError",
     "InvalidArgumentError",
     "Ledger",
@@ -39,6 +41,7 @@ __all__ = [
     "Recorder",
     "RunOptions",
     "StepRecord",
+    "fit_head",
     "replay",
     "resume",
     "theory",

@@ -47,6 +47,10 @@ def finetune(
     setup: Annotated[
         str, typer.Option(help="prompt, similarity, head or lm.", show_default="inferred from the model")
     ] = "",
+    fit: Annotated[
+        int | None,
+        typer.Option(help="First fit a new head to so many training examples; 0: not.", show_default="2000"),
+    ] = None,
     adapter: Annotated[str, typer.Option(help="none, lora, prefix, prompt or ia3.")] = "none",
     peft: Annotated[str | None, typer.Option(hidden=True)] = None,
     method: Annotated[str, typer.Option(help="vs2p, mezo or stp.")] = "vs2p",
@@ -166,6 +170,7 @@ def finetune(
         train_examples=200,
         test_examples=test_examples,
         setup=LM if is_language else setup,
+        fit=(2000 if setup == "head" else 0) if fit is None else fit,
         adapter=adapter,
         objective="loss" if is_language else objective,
         template=template,

@@ -24,7 +24,6 @@ from forwardtune.experiments.store import SCHEMA, Store
 from forwardtune.files import replace_file, translated, write_text
 from forwardtune.tasks.identity import fingerprint
 
-
 LARGEST = 1_000_000
 """Bytes up to which the file of a base is kept."""
 

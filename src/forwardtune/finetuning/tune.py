@@ -82,6 +82,8 @@ def finetune(
 
 def _measured(run: Run, task: TextTask, store: Store, threads: int | None, tell: Tell) -> tuple[Pace, Ready]:
     """The pace of a run that has not begun, with the best number of threads if none is given."""
+    if fit := min(run.workload.fit, task.examples):
+        tell(Noted(f"fits the new head to {fit:,} training examples"))
     model = make_base(task, store) or task.start(store.base(task.base_id))
     tell(Measuring(task.describe(model)))
     tried = [threads] if threads else [cores.free()] if task.device.type != "cpu" else sorted({1, cores.free()})

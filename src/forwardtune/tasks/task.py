@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from forwardtune.tasks.sources import Sources
 from forwardtune.tasks.workload import Workload
+
+FIT = 64  # examples of a forward pass to which a head is fitted
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,11 @@ class Task(ABC):
     @abstractmethod
     def check(self) -> None:
         """Raises now if something that a run needs cannot be loaded."""
+
+    def _examples_to_fit(self) -> Iterator[Tensor]:
+        """The training examples that the head is fitted to, drawn once, by index and in batches."""
+        order = torch.randperm(self.examples, generator=torch.Generator().manual_seed(0))
+        yield from order[: self.workload.fit].split(FIT)  # type: ignore[no-untyped-call]
 
     def describe(self, model: nn.Module) -> str:
         """What will be tuned, in words."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from forwardtune.errors import ExperimentError
+from forwardtune.heads import FEWEST
 from forwardtune.metrics import OF_CLASSES
 from forwardtune.toml_tables import at_least, is_name, one_of
 
@@ -19,6 +20,7 @@ class Workload:
     queries, epochs: the budget of a run, as either; an epoch is that of a method with two queries per step.
     objective: what is minimized on each batch: ``"loss"``, or one minus ``"accuracy"`` or ``"f1"``, which have no
         gradient.
+    fit: to how many training examples the head is fitted before the runs begin; 0 leaves it as it is.
     evaluations: how often, at equal intervals, the model is evaluated, not counting the start.
     train_examples, test_examples: on how many fixed examples of each set; 0 means all.
     """
@@ -32,6 +34,7 @@ class Workload:
     queries: int | None = None
     epochs: int | None = None
     objective: str = "loss"
+    fit: int = 0
     evaluations: int = 40
     train_examples: int = 0
     test_examples: int = 0
@@ -44,6 +47,8 @@ class Workload:
             if (given := getattr(self, name)) is not None:
                 at_least(1, **{name: given})
         one_of("objective", self.objective, OBJECTIVES)
+        if self.fit and self.fit < FEWEST:
+            raise ExperimentError(f"fit must be 0 or a number of examples, at least {FEWEST}, not {self.fit}")
         at_least(0, train_examples=self.train_examples, test_examples=self.test_examples)
         if len(set(self.seeds)) < len(self.seeds) or not all(0 <= seed < 2**63 for seed in self.seeds):
             raise ExperimentError(f"seeds must be different whole numbers from 0 to 2^63, not {list(self.seeds)}")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from forwardtune.errors import ExperimentError
 from forwardtune.files import replace_file, translated
+from forwardtune.heads import fit_head
 from forwardtune.metrics import metric, one_minus
 from forwardtune.tasks.identity import RULES, brief, file_digest, fingerprint
 from forwardtune.tasks.images import networks
@@ -86,6 +87,8 @@ class ImageTask(Task):
         content.append(file_digest(self._file) if self._is_file else w.weights)
         if w.pretrain:
             content += [brief(w.pretrain), self.sources.images(w.pretrain.data).digest]
+        if w.fit:
+            content.append(("fit", w.fit))
         return fingerprint(content)
 
     @property
@@ -131,6 +134,8 @@ class ImageTask(Task):
                 order = torch.randperm(self.examples, generator=torch.Generator().manual_seed(0))
                 some = [order[i : i + 128] for i in range(0, min(2048, self.examples), 128)]
                 networks.estimate_statistics(model, [self.batch(indices)[0] for indices in some])
+            if self.workload.fit:
+                fit_head(model, networks.HEADS[self.workload.network], map(self.batch, self._examples_to_fit()))
         given = self.weights(model)
         state = {
             key: value.cpu().contiguous()

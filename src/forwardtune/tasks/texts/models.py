@@ -109,7 +109,7 @@ class PretrainedModel:
         if self.setup_name == "lm":
             return Language(self.tokenizer, max_length)
         if self.setup_name == "head":
-            return Head(self.tokenizer, max_length, max(1, len(words)))
+            return Head(self.tokenizer, max_length, max(1, len(words)), columns, template)
         if self.setup_name == "similarity":
             return Similarity(self.tokenizer, max_length, columns, template, words)
         return Prompt(self.tokenizer, max_length, columns, template, words, masked=self.kind == "masked")

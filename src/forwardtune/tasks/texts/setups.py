@@ -5,7 +5,8 @@ prompt: a language model is asked in its own terms. The text goes into a templat
     trained to continue texts knows something about the task before it is tuned, which few forward passes can build on.
 similarity: a sentence encoder is asked in its own terms, by the cosine of two embeddings (means over tokens). Two texts
     are compared with each other, a single text with the answers ("It was terrible.", "It was great.").
-head: a new linear layer on top of the model, as usual with backpropagation.
+head: a new linear layer on top of the model, as usual with backpropagation; with a template a causal model reads the
+    text and the question before it.
 lm: a language model is asked nothing. The only answer is the text itself, and its logit is the mean log-probability of
     its tokens.
 
@@ -79,26 +80,18 @@ class Setup(ABC):
         return torch.cat(parts)[torch.tensor(order).argsort().to(device)]
 
 
-class Prompt(Setup):
-    """With `masked` the answer fills a mask token after the text; without, it follows the text."""
+class Question:
+    """A template that a text goes into, up to where the answer is read: its end, or with `masked` a mask token."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        max_length: int,
-        columns: Sequence[str],
-        template: str,
-        words: Sequence[str],
-        masked: bool = False,
+        self, tokenizer: Any, max_length: int, columns: Sequence[str], template: str, masked: bool = False
     ) -> None:
-        super().__init__(tokenizer, max_length)
-        self.columns, self.template, self.answers = columns, template, len(words)
+        self.tokenizer, self.max_length, self.columns, self.template = tokenizer, max_length, columns, template
         check_template(template, columns)
         if masked and tokenizer.mask_token is None:
             raise ExperimentError("the tokenizer of this masked language model has no mask token; use another setup")
         self.mask = tokenizer.mask_token_id if masked else None
         self.ending = f" {tokenizer.mask_token}." if masked else ""
-        self.words = torch.tensor(_first_tokens(tokenizer, words))
         if len(self._ids(tuple("" for _ in columns))) >= max_length:
             raise ExperimentError(f"the template alone has {max_length} tokens or more; raise max_length")
 
@@ -121,6 +114,26 @@ class Prompt(Setup):
                 ids = [start, *ids]
         return ids
 
+
+class Prompt(Setup):
+    """With `masked` the answer fills a mask token after the text; without, it follows the text."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_length: int,
+        columns: Sequence[str],
+        template: str,
+        words: Sequence[str],
+        masked: bool = False,
+    ) -> None:
+        super().__init__(tokenizer, max_length)
+        self.question, self.answers = Question(tokenizer, max_length, columns, template, masked), len(words)
+        self.words = torch.tensor(_first_tokens(tokenizer, words))
+
+    def encode(self, text: Text) -> Rows:
+        return self.question.encode(text)
+
     def logits(self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False) -> Tensor:
         def read(inputs: dict[str, Tensor], rows: list[Row]) -> Tensor:
             indices = [self._answer_index(row["input_ids"], inputs["input_ids"].shape[1]) for row in rows]
@@ -133,7 +146,8 @@ class Prompt(Setup):
 
     def _answer_index(self, ids: list[int], width: int) -> int:
         """Which token the answer is read at, counted from the end because adapters may put tokens in front."""
-        return (len(ids) if self.mask is None else len(ids) - ids[::-1].index(self.mask)) - 1 - width
+        mask = self.question.mask
+        return (len(ids) if mask is None else len(ids) - ids[::-1].index(mask)) - 1 - width
 
 
 class Similarity(Setup):
@@ -177,13 +191,18 @@ class Similarity(Setup):
 
 
 class Head(Setup):
-    """The logits are those of the model's own classification head."""
+    """The logits are those of the model's own classification head; with a template it sees the text in that."""
 
-    def __init__(self, tokenizer: Any, max_length: int, answers: int) -> None:
+    def __init__(
+        self, tokenizer: Any, max_length: int, answers: int, columns: Sequence[str] = (), template: str = ""
+    ) -> None:
         super().__init__(tokenizer, max_length)
         self.answers = answers
+        self.question = Question(tokenizer, max_length, columns, template) if template else None
 
     def encode(self, text: Text) -> Rows:
+        if self.question:
+            return self.question.encode(text)
         encoded = self.tokenizer(*text, truncation=True, max_length=self.max_length)
         if not encoded["input_ids"]:
             return ({"input_ids": [self._filler]},)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from forwardtune.errors import ExperimentError
 from forwardtune.files import replace_file, translated
+from forwardtune.heads import fit_head
 from forwardtune.integrations.huggingface.footprint import footprint
 from forwardtune.metrics import metric, one_minus, perplexity
 from forwardtune.tasks.identity import RULES, file_digest, fingerprint
@@ -42,12 +43,13 @@ class TextTask(Task):
         self.note = self.texts.note
         known = glue.TASKS.get(workload.data)
         self.metrics = known.metrics if known else ("accuracy", "f1")
-        self.template = workload.template or (known.template if known else _default_template(self.texts.columns))
         self.words = workload.words or (known.words if known else self.texts.classes)
         path = sources.model(workload.weights)
         self.language = PretrainedModel(
             path or workload.weights, workload.setup, workload.adapter, workload.dtype, workload.pad_token
         )
+        usual = known.template if known else _default_template(self.texts.columns)
+        self.template = workload.template or ("" if self.language.setup_name == "head" else usual)
         self.setup_words = self._checked_words()
         self.setup = self.language.setup(self.texts.columns, self.template, self.setup_words, workload.max_length)
 
@@ -152,9 +154,8 @@ class TextTask(Task):
         w, path = self.workload, Path(self.language.path)
         files = sorted(file for file in (path, *path.glob("*")) if file.is_file())
         model = {file.name: file_digest(file) for file in files} or w.weights
-        return fingerprint(
-            [RULES, self.language.setup_name, w.adapter, w.dtype, self.setup.answers, model, self.data_digest]
-        )
+        content = [RULES, self.language.setup_name, w.adapter, w.dtype, self.setup.answers, model, self.data_digest]
+        return fingerprint([*content, ("fit", w.fit, w.template, w.max_length)] if w.fit else content)
 
     def check(self) -> None:
         self.language.check_size(self.device)
@@ -165,11 +166,25 @@ class TextTask(Task):
     def make_base(self, file: Path) -> nn.Module:
         """Writes only the weights that the model's own files lack."""
         model, new = self._built()
+        model = model.to(self.device)
+        if self.workload.fit:
+            head = self._head(model)
+            fit_head(model, head, map(self.batch, self._examples_to_fit()), lambda rows: self.setup.logits(model, rows))
+            new = sorted({*new, *(name for name in model.state_dict() if name.startswith(f"{head}."))})
         state = model.state_dict()
-        made = {name: state[name].contiguous().clone() for name in new}
+        made = {name: state[name].cpu().contiguous().clone() for name in new}
         with translated(ExperimentError, f"{file} cannot be written"):
             replace_file(file, lambda path: save_file(made, path))
-        return model.to(self.device)
+        return model
+
+    def _head(self, model: nn.Module) -> str:
+        """The name of the linear layer whose outputs are the answers; peft keeps a copy of it that is not used."""
+        layers: list[tuple[str, nn.Module]] = list(model.named_modules())
+        for name, module in reversed(layers):
+            is_head = isinstance(module, nn.Linear) and module.out_features == self.setup.answers
+            if is_head and "original_module" not in name:
+                return name
+        raise ExperimentError(f"{self.language.path} has no linear head to fit; leave fit out")
 
     def start(self, base: Path) -> nn.Module:
         model, _ = self._built()

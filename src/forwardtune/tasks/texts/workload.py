@@ -55,9 +55,14 @@ class TextWorkload(Workload):
         self._check_files()
         if self.setup:
             one_of("setup", self.setup, SETUPS)
-        if self.setup in ("head", LM) and (self.template or self.words):
-            what = "a head" if self.setup == "head" else "a language model on plain texts"
-            raise ExperimentError(f"{what} uses no template and no words; leave them out, or choose another setup")
+        if self.setup == "head" and self.words:
+            raise ExperimentError("a head uses no words; leave them out, or choose another setup")
+        if self.setup == LM and (self.template or self.words):
+            raise ExperimentError("a language model on plain texts uses no template and no words; leave them out")
+        if self.fit and self.setup != "head":
+            raise ExperimentError(
+                'only a head can be fitted before the runs begin; add setup = "head", or leave fit out'
+            )
         self._check_language()
         one_of("adapter", self.adapter, ADAPTERS)
         one_of("dtype", self.dtype, DTYPES)
