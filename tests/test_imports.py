@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-ALWAYS_LATE = {"torchvision", "transformers", "peft", "datasets", "sklearn", "scipy", "matplotlib", "plotly", "triton"}
+ALWAYS_LATE = {"torchvision", "transformers", "peft", "datasets", "sklearn", "scipy", "matplotlib", "triton"}
 COMMAND = """
 import sys
 from forwardtune.cli import main

@@ -225,7 +225,7 @@ def _tell_outcome(
         for row in content.rows:
             table.add_row(*row)
         console.print()
-        Console(highlight=False).print(table)
+        Console(highlight=False, markup=False).print(table)
 
 
 def register(app: typer.Typer) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
 from forwardtune.experiments.plan import Run
 from forwardtune.experiments.result import RunResult, rate_name
 from forwardtune.finetuning.kept import Kept
+from forwardtune.markup import code_block, markdown
 from forwardtune.metrics import shown, unit
 from forwardtune.tasks.texts.quantized import is_quantized
 from forwardtune.tasks.texts.task import TextTask
@@ -17,7 +19,7 @@ from forwardtune.tasks.texts.workload import LM
 def card(run: Run, task: TextTask, result: RunResult, kept: Kept) -> str:
     """The model in a page of Markdown."""
     workload = task.workload
-    name = Path(workload.weights).name
+    name = markdown(Path(workload.weights).name)
     tuned = "all its weights" if workload.adapter == "none" else f"an adapter ({workload.adapter})"
     if workload.adapter == "none" and is_quantized(task.language.config, workload.dtype):
         tuned = "its norms, biases and new weights"
@@ -35,11 +37,11 @@ def card(run: Run, task: TextTask, result: RunResult, kept: Kept) -> str:
     is_language = workload.setup == LM
     return f"""---
 library_name: {"peft" if workload.adapter != "none" else "transformers"}
-base_model: {workload.weights}
+base_model: {json.dumps(workload.weights)}
 tags: [forwardtune, {"text-generation" if is_language else "text-classification"}]
 ---
 
-# {name}, tuned to {workload.name}
+# {name}, tuned to {markdown(workload.name)}
 
 {name} with {tuned} tuned by forward passes only: {result.queries:,} queries of {run.method.method} on batches of
 {workload.batch} examples (lr {rate_name(run.lr)}, {settings}, {run.decay} decay, seed {run.seed}).{selected}
@@ -59,9 +61,7 @@ forwardtune predict --model . --text "..."
 `run.ledger` is the run: `forwardtune ledger show run.ledger` tells of its steps. The weights that it started from and
 this file give the weights here, bit for bit:
 
-```
-forwardtune replay --model . --base {shlex.quote(_base(task))} --out again
-```
+{code_block(f"forwardtune replay --model . --base {shlex.quote(_base(task))} --out again")}
 """
 
 
@@ -77,4 +77,4 @@ def _asked(task: TextTask) -> str:
         return "It continues texts, as before. The command tells how well it predicts one: its perplexity."
     told = f'Texts are put to it by the setup "{task.language.setup_name}"'
     answers = ", ".join(map(repr, task.setup_words))
-    return f"{told}, the template {task.template!r} and the answers {answers}." if answers else f"{told}."
+    return markdown(f"{told}, the template {task.template!r} and the answers {answers}." if answers else f"{told}.")

@@ -15,6 +15,7 @@ from forwardtune.experiments.scoring import ComparisonScore, MethodScore, Worklo
 from forwardtune.experiments.spec import Spec
 from forwardtune.experiments.store import Store
 from forwardtune.experiments.summary import count, number, sentence
+from forwardtune.markup import markdown as plain
 from forwardtune.metrics import shown
 from forwardtune.tasks import ImageWorkload, TextWorkload, Workload
 
@@ -102,8 +103,8 @@ def _section(name: str, scores: ComparisonScore, full: Spec | None, printed: Jso
     blocks = [f"## {spec.title}\n\nPreset `{name}`. {' '.join(spec.description.split())}\n"]
     if scores.missing:
         blocks.append(f"{count(scores.missing, 'run')} missing.\n")
-    blocks += [f"- {sentence(workload)}" for workload in scores.workloads]
-    blocks.append(f"\n### Test {scores.metric_title()}\n\n" + _accuracy(scores, printed))
+    blocks += [f"- {plain(sentence(workload))}" for workload in scores.workloads]
+    blocks.append(f"\n### Test {plain(scores.metric_title())}\n\n" + _accuracy(scores, printed))
     blocks.append("\n### Training loss\n\n" + _losses(scores))
     if len(spec.methods) > 1:
         blocks.append(f"\n### Acceleration of {spec.methods[0].title}\n\n" + _accelerations(scores, printed))
@@ -241,7 +242,7 @@ def origin(scores: ComparisonScore) -> str:
     torch = sorted({r.code.versions["torch"] for r in results})
     hours = sum(r.circumstances.seconds for r in results) / 3600
     days = sorted({r.circumstances.finished[:10] for r in results})
-    return (
+    return plain(
         f"{len(results)} runs, {hours:.1f} hours in all if made one after the other, on {', '.join(hosts)}, torch "
         f"{', '.join(torch)}, forwardtune at {', '.join(commits)}, {' to '.join(dict.fromkeys((days[0], days[-1])))}."
     )

@@ -14,6 +14,7 @@ from forwardtune.experiments.report.tables import markdown
 from forwardtune.experiments.result import rate_name
 from forwardtune.experiments.scoring import ComparisonScore, MethodScore, RateScore, WorkloadScore, score
 from forwardtune.experiments.summary import count, number
+from forwardtune.markup import markdown as plain
 from forwardtune.metrics import is_lower_better, scaled, shown, titled, unit
 from forwardtune.reproduction.page import origin, results_of
 from forwardtune.scales import SCALES
@@ -108,16 +109,16 @@ def _workload(workload: WorkloadScore) -> str:
     w = workload.workload
     seeds = max((len(method.best.results) for method in workload.methods if method.best), default=0)
     name = workload.metric
-    start = (
+    start = plain(
         f"{w.name}: {w.queries:,} queries, {count(seeds, 'seed')}, {result.weights:,} weights. At the start the "
-        f"training loss is {number(first[0])}, the test {name} {shown(name, first[1])}{unit(name)}.\n"
+        f"training loss is {number(first[0])}, the test {name} {shown(name, first[1])}{unit(name)}."
     )
     header = ["method", "rates", "training loss", titled(name), "best rate", "a guess"]
     rows = [_row(method, name) for method in workload.methods if method.best]
     agreements = [_agreement(method.best) for method in workload.methods if method.best]
     if any(agreements):
         header, rows = [*header, "agreement"], [[*row, own] for row, own in zip(rows, agreements, strict=True)]
-    return "\n".join([start, markdown(header, rows), "", *(f"- {line}" for line in _findings(workload)), ""])
+    return "\n".join([start, "", markdown(header, rows), "", *(f"- {line}" for line in _findings(workload)), ""])
 
 
 def _agreement(best: RateScore) -> str:

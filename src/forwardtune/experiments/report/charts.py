@@ -1,4 +1,4 @@
-"""Charts of a comparison, as data: drawn by plotly in the browser and by matplotlib into files."""
+"""Charts of a comparison, as data."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from forwardtune.experiments.result import Json, RunResult, rate_name
+from forwardtune.experiments.result import RunResult, rate_name
 from forwardtune.experiments.scoring import MethodScore, WorkloadScore
 from forwardtune.metrics import scaled
 
-COLORS = ("#0b6e4f", "#c8553d", "#4a6fa5", "#8f5aa8", "#b8860b", "#5a5a5a", "#2a9d9d", "#a84a6b")
+COLORS = ("#0b6e4f", "#c8553d", "#4a6fa5", "#8f5aa8", "#b8860b", "#5a5a5a", "#2a9d9d", "#a84a6b", "#7a4b2a", "#8a9a1f")
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,6 @@ class Chart:
     log_x: bool = False
     log_y: bool = False
     note: str = ""
-
-    @property
-    def x_ticks(self) -> list[float] | None:
-        return log_ticks([x for series in self.series for x in series.x]) if self.log_x else None
-
-    @property
-    def y_ticks(self) -> list[float] | None:
-        values = [y for series in self.series for y in (*series.y, *series.low, *series.high) if y is not None]
-        return log_ticks(values) if self.log_y else None
 
 
 def charts(score: WorkloadScore) -> list[Chart]:
@@ -175,44 +166,3 @@ def _sensitivity(score: WorkloadScore) -> Chart:
         log_y=True,
         note="A rate at which a run diverged has no point.",
     )
-
-
-def log_ticks(values: Sequence[float]) -> list[float] | None:
-    """Places for labels on a logarithmic axis, the more digits the shorter it is; None if it is too short for one."""
-    positive = [value for value in values if value > 0]
-    if not positive:
-        return None
-    low, high = min(positive), max(positive)
-    span = math.log10(high / low)
-    digits = (1,) if span > 3 else (1, 2, 5) if span > 0.9 else (1, 1.5, 2, 3, 4, 5, 6, 8)
-    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
-    ticks = [float(f"{digit}e{power}") for power in powers for digit in digits]
-    return ticks if sum(low <= tick <= high for tick in ticks) >= 3 else None
-
-
-def plotly(chart: Chart) -> Json:
-    """The chart in plotly's terms."""
-    data: list[Json] = []
-    for series in chart.series:
-        base = {"x": list(series.x), "legendgroup": series.name, "mode": "lines"}
-        if series.low:
-            edge = {**base, "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
-            data.append({**edge, "y": list(series.low)})
-            data.append({**edge, "y": list(series.high), "fill": "tonexty", "fillcolor": _faint(series.color)})
-        line = {"color": series.color, "width": 2}
-        hover = {"text": list(series.notes), "hovertemplate": "%{y:.4g} (%{text})"} if series.notes else {}
-        mode = "lines+markers" if series.markers else "lines"
-        data.append({**base, "y": list(series.y), "name": series.name, "line": line, "mode": mode, **hover})
-    axes: dict[str, Json] = {
-        "xaxis": {"title": {"text": chart.x_label}},
-        "yaxis": {"title": {"text": chart.y_label}},
-    }
-    for axis, ticks in (("xaxis", chart.x_ticks), ("yaxis", chart.y_ticks)):
-        if ticks:
-            axes[axis] |= {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
-    return {"data": data, "layout": axes}
-
-
-def _faint(color: str) -> str:
-    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({red},{green},{blue},0.15)"

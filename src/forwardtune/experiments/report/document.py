@@ -9,20 +9,20 @@ from pathlib import Path
 from string import Template
 
 from forwardtune.errors import ExperimentError
-from forwardtune.experiments.report.charts import charts, plotly
-from forwardtune.experiments.report.png import draw
+from forwardtune.experiments.report.charts import charts
+from forwardtune.experiments.report.drawing import png, svg
 from forwardtune.experiments.report.tables import Table, runs_table, tables
-from forwardtune.experiments.result import RunResult
+from forwardtune.experiments.result import Json, RunResult
 from forwardtune.experiments.scoring import ComparisonScore
 from forwardtune.experiments.summary import count, sentence
 from forwardtune.files import translated, write_text
+from forwardtune.markup import markdown
 
 
 def check_installed() -> None:
     """Refuses early where a report could not be made later."""
-    for package in ("plotly", "matplotlib"):
-        if find_spec(package) is None:
-            raise ExperimentError(f"a report needs {package}; install it: pip install 'forwardtune[report]'")
+    if find_spec("matplotlib") is None:
+        raise ExperimentError("a report needs matplotlib; install it: pip install 'forwardtune[report]'")
 
 
 def write(scores: ComparisonScore, folder: Path | str) -> Path:
@@ -39,37 +39,39 @@ def write(scores: ComparisonScore, folder: Path | str) -> Path:
         write_text(parts / "tables.md", _markdown(scores, every_table))
         for workload in scores.workloads:
             for chart in charts(workload):
-                draw(chart, parts / f"{workload.workload.name}-{chart.name}.png")
+                png(chart, parts / f"{workload.workload.name}-{chart.name}.png")
         write_text(page, _page(scores, every_table, runs))
     return page
 
 
 def _markdown(scores: ComparisonScore, every_table: dict[str, Table]) -> str:
-    verdicts = "\n".join(f"- {sentence(workload)}" for workload in scores.workloads)
-    blocks = [f"## {table.title}\n\n{table.markdown()}\n\n{table.note}\n" for table in every_table.values()]
-    return "\n".join([f"# {scores.spec.title}\n", scores.spec.description, "", verdicts, "", *blocks])
+    spec = scores.spec
+    verdicts = "\n".join(f"- {markdown(sentence(workload))}" for workload in scores.workloads)
+    blocks = [
+        f"## {markdown(table.title)}\n\n{table.markdown()}\n\n{markdown(table.note)}\n"
+        for table in every_table.values()
+    ]
+    return "\n".join([f"# {markdown(spec.title)}\n", markdown(spec.description), "", verdicts, "", *blocks])
 
 
 def _page(scores: ComparisonScore, every_table: dict[str, Table], runs: Table) -> str:
-    from plotly.offline import get_plotlyjs
-
-    template = Template((Path(__file__).parent / "page.html").read_text("utf-8"))
-    figures, sections = {}, []
+    template, script = ((Path(__file__).parent / name).read_text("utf-8") for name in ("page.html", "page.js"))
+    figures: Json = {}
+    sections = []
     for workload in scores.workloads:
         boxes = []
         for chart in charts(workload):
-            key = f"{workload.workload.name}-{chart.name}"
-            figures[key] = plotly(chart)
+            key = f"chart-{len(figures)}"
+            picture, figures[key] = svg(chart, key)
             boxes.append(
-                f'<figure><figcaption>{_safe(chart.title)}</figcaption><div class="chart" id="{_safe(key)}"></div>'
-                f"<p>{_safe(chart.note)}</p></figure>"
+                f"<figure><figcaption>{_safe(chart.title)}</figcaption>{picture}<p>{_safe(chart.note)}</p></figure>"
             )
         sections.append(f'<h2>{_safe(workload.workload.name)}</h2><div class="charts">{"".join(boxes)}</div>')
     results = scores.results
     notes = [f"{count(scores.missing, 'run')} of the comparison are missing."] if scores.missing else []
     notes += _mixtures(results)
     notes += sorted({result.data.note for result in results if result.data.note})
-    return template.substitute(
+    return Template(template).substitute(
         title=_safe(scores.spec.title),
         description=_safe(scores.spec.description),
         notes="".join(f'<p class="note">{_safe(note)}</p>' for note in notes),
@@ -81,7 +83,7 @@ def _page(scores: ComparisonScore, every_table: dict[str, Table], runs: Table) -
         spec=_safe(scores.spec.text),
         results=_json([result.summary() for result in results]),
         figures=_json(figures),
-        library=get_plotlyjs(),
+        script=script,
     )
 
 
@@ -111,4 +113,4 @@ def _safe(text: str) -> str:
 
 def _json(content: object) -> str:
     """For a script element: nothing in it can end the element."""
-    return json.dumps(content, allow_nan=False).replace("<", "\\u003c")
+    return json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -23,6 +23,8 @@ from forwardtune.experiments.scoring import (
     accuracy,
 )
 from forwardtune.experiments.summary import number
+from forwardtune.markup import csv_cell
+from forwardtune.markup import markdown as as_text
 from forwardtune.metrics import scaled, shown, titled
 
 UNKNOWN: Json = dict.fromkeys(("mean", "std", "low", "high", "diverged"))
@@ -50,14 +52,14 @@ def as_csv(records: Iterable[Mapping[str, Any]]) -> str:
     """A row a record, a column for every name that occurs."""
     records, text = list(records), io.StringIO()
     names = dict.fromkeys(name for record in records for name in record)
-    writer = csv.DictWriter(text, list(names), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(map(csv_cell, names))
+    writer.writerows([csv_cell(record.get(name, "")) for name in names] for record in records)
     return text.getvalue()
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *rows])
+    return "\n".join(f"| {' | '.join(map(as_text, line))} |" for line in [header, ["---"] * len(header), *rows])
 
 
 def tables(scores: ComparisonScore) -> dict[str, Table]:
