@@ -65,7 +65,7 @@ def test_batchnorm_statistics_advance_once_per_step(directions):
     """The running statistics after a step are those of a single forward pass at the last probe."""
     model, x = convnet(), torch.randn(16, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     twin = copy.deepcopy(model)
-    optimizer = ft.VS2P(model.parameters(), rho=1e-3, directions=directions)
+    optimizer = ft.VS2P(model.parameters(), lr=1.0, rho=1e-3, directions=directions)
     running = []
 
     def closure():
@@ -146,7 +146,7 @@ def test_autocast_around_the_step_sees_the_moved_weights():
     """Autocast keeps casts of weights it has seen; a probe must not be served an old one."""
     layer = nn.Linear(8, 8)
     x = torch.randn(4, 8)
-    optimizer = ft.VS2P(layer.parameters(), rho=0.1)
+    optimizer = ft.VS2P(layer.parameters(), lr=1.0, rho=0.1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         optimizer.step(lambda: layer(x).square().mean())
     assert optimizer.last_step.gamma != 0
@@ -278,7 +278,7 @@ def test_hooks_are_set_in_every_query():
         return weight.sum() + (extra(x).square().mean() if seen[-1] else 0.0)
 
     seen = []
-    optimizer = ft.VS2P([weight], rho=0.1, directions=4, seed=1)
+    optimizer = ft.VS2P([weight], lr=1.0, rho=0.1, directions=4, seed=1)
     optimizer.step(closure)
     assert sum(seen) == 4
     assert not seen[0]

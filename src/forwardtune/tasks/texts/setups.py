@@ -100,7 +100,7 @@ class Prompt(Setup):
         self.ending = f" {tokenizer.mask_token}." if masked else ""
         self.words = torch.tensor(_first_tokens(tokenizer, words))
         if len(self._ids(tuple("" for _ in columns))) >= max_length:
-            raise ExperimentError(f"the template alone has {max_length} tokens or more; raise max_length")
+            raise ExperimentError(f"the template alone has {max_length} tokens or more; raise the maximum length")
 
     def encode(self, text: Text) -> Rows:
         ids = self._ids(text)
