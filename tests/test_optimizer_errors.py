@@ -205,6 +205,8 @@ def test_what_is_not_a_loss(returned, message):
         (lambda p: ft.VS2P([torch.ones(3, dtype=torch.complex64)]), "leave it out"),
         (lambda p: ft.VS2P([torch.ones(3, device="meta")]), "materialise"),
         (lambda p: ft.VS2P(nn.LazyLinear(3).parameters()), "run the model once"),
+        (lambda p: ft.S2P([p]), "S2P needs a step_size, its rule, and what that needs: .*'dynamic' with L"),
+        (lambda p: ft.VS2P([p], rho=0.1), "lr='auto' finds the distance of probes too; leave rho out, or give an lr"),
         (lambda p: ft.S2P([p], step_size="newton"), "stationary, dynamic"),
         (lambda p: ft.S2P([p], step_size=5), "or 1 to 4"),
         (lambda p: ft.S2P([p], step_size=1, alpha0=1.0), "needs steps"),

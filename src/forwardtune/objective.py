@@ -79,9 +79,9 @@ def _as_float(loss: Any) -> float:
         raise InvalidArgumentError(
             f"the closure must return one number, not {kind} of shape {shape}; reduce it, for instance with .mean()"
         )
-    if isinstance(loss, Tensor) or shape:
+    if hasattr(loss, "item"):
         loss = loss.item()
-    is_complex = isinstance(loss, Complex) and not isinstance(loss, Real)  # numpy's can be made floats, without a part
+    is_complex = isinstance(loss, Complex) and not isinstance(loss, Real)
     if isinstance(loss, str) or is_complex or not hasattr(loss, "__float__"):
         raise InvalidArgumentError(
             f"the closure must return the loss as a tensor or a real number, not {type(loss).__name__}"

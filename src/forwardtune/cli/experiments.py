@@ -73,7 +73,8 @@ def compare(
 ) -> None:
     """Make all runs of a comparison, and its report.
 
-    That is every method, rate and seed at equal queries. Stopped by Ctrl-C or otherwise, the same command resumes where it left off.
+    That is every method, rate and seed at equal queries. Stopped by Ctrl-C or otherwise, the same command resumes
+    where it left off.
     """
     from forwardtune.experiments import report as reports
     from forwardtune.experiments.comparison import Machine

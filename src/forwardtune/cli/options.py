@@ -46,6 +46,7 @@ def _plain(kind: Any) -> Any:
     first = get_args(kind)[0] if type(None) in get_args(kind) else kind
     return getattr(first, "__origin__", first)
 
+
 SpecFile = Annotated[Path | None, typer.Argument(metavar="SPEC", help="A comparison in TOML.", show_default=False)]
 Preset = Annotated[str | None, typer.Option(help="One that ships, see `forwardtune presets`.", show_default=False)]
 Out = Annotated[Path | None, typer.Option(help="Folder of the results.", show_default="results/NAME")]

@@ -66,7 +66,8 @@ def sweep(
 ) -> None:
     """Search for a method's rate by successive halving.
 
-    It uses the queries of a single run, everything included. Stopped by Ctrl-C or otherwise, the same command resumes where it left off.
+    It uses the queries of a single run, everything included. Stopped by Ctrl-C or otherwise, the same command
+    resumes where it left off.
     """
     import torch
 

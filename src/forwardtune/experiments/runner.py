@@ -239,7 +239,11 @@ class _RunUnderWay:
         last = self.steps if self.until is None else self.until
         total = self.task.queries if self.run.lr == "auto" else last * self.run.method.queries_per_step
         left = sum(due <= last for due in self.due) - len(self.log.at)
-        self.tell(Started(self.run.id, self.run.title, optimizer.queries, total, self.task.describe(model), left, optimizer.probes))
+        self.tell(
+            Started(
+                self.run.id, self.run.title, optimizer.queries, total, self.task.describe(model), left, optimizer.probes
+            )
+        )
         while True:
             reason = self._too_many_nonfinite(optimizer)
             due = self._is_due(step, optimizer.queries, len(self.log.at))
