@@ -119,8 +119,8 @@ def _consequences(seen: Examination, batch: int) -> Iterator[str]:
         )
     else:
         yield (
-            "probes: in place, one pass each; layer by layer (--probes layerwise) they would leave every bit as it was, "
-            "and take another "
+            "probes: in place, one pass each; layer by layer (--probes layerwise) they would leave every bit as it "
+            "was, and take another "
             f"{size(seen.copy)}"
         )
     if seen.uncovered:
