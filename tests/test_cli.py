@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_model
+import typer
+from safetensors.torch import load_file, save_file, save_model
+from typer.testing import CliRunner
 
 import forwardtune as ft
-from forwardtune.cli.main import main
+from forwardtune.cli.main import app, main
+from forwardtune.files import create_file, replace_file
 from forwardtune.ledger.journal import MAGIC, frame
 from tests.helpers.runs import Net, recorded, same
 
@@ -173,3 +180,58 @@ def test_the_process_has_the_exit_code_and_no_traceback(tmp_path):
     done = process("ledger", "show", tmp_path / "nothing")
     assert (done.returncode, done.stderr) == (1, f"error: there is no ledger at {tmp_path / 'nothing'}\n")
     assert process("--version").stdout.strip() == ft.__version__
+
+
+def every_command(group, *names):
+    yield names
+    for name, part in getattr(group, "commands", {}).items():
+        yield from every_command(part, *names, name)
+
+
+@pytest.mark.parametrize("names", list(every_command(typer.main.get_command(app))), ids=" ".join)
+def test_help_is_whole_in_eighty_columns(names, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    said = CliRunner().invoke(app, [*names, "--help"]).stdout
+    assert "--help" in said
+    assert max(map(len, said.splitlines())) <= 80
+    assert "..." not in said.split("\n", 1)[1]
+    assert not re.search(r"^ +-\S* <(str|int|float|path|list)|\[\[|…", said, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--lr -1", "--lr must be above zero"),
+        ("--minutes 0", "--minutes must be above zero"),
+        ("--directions many", "--directions must be a whole number"),
+        ("--method adam", "method 'adam' is not known"),
+        ("--rho 1", "--rho goes with an --lr"),
+        ("--scale big", "unknown scale 'big'"),
+        ("--probes aside", "unknown probes 'aside'; choose one of auto, in-place, layerwise"),
+        ("--rounding up", "unknown rounding 'up'"),
+        ("--adapter loar", "adapter 'loar' is not known"),
+        ("", "there is no model at nowhere:"),
+    ],
+)
+def test_wrong_flags_are_told_before_anything_slow_is_imported(flags, message, monkeypatch):
+    slow = ["_compat.transformers", "finetuning.tune"] + ["tasks", "experiments.spec"] * (flags.split(" ")[0] in QUICK)
+    for name in slow:
+        monkeypatch.setitem(sys.modules, f"forwardtune.{name}", None)  # importing it is an error
+    done = CliRunner().invoke(app, shlex.split(f"finetune --model nowhere --train none.csv {flags}"))
+    assert isinstance(done.exception, ft.ExperimentError | ft.InvalidArgumentError), done.exception
+    assert str(done.exception).startswith(message)
+
+
+QUICK = ("--lr", "--minutes", "--directions", "--method", "--rho")
+"""Flags that are checked even before torch is imported."""
+
+
+def test_weights_follow_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        replace_file(tmp_path / "a", lambda new: save_file({"x": torch.ones(3)}, new))
+        create_file(tmp_path / "b", lambda new: save_file({"x": torch.ones(3)}, new))
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in "ab"] == [0o640, 0o640]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]

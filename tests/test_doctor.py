@@ -1,6 +1,9 @@
 """`forwardtune doctor`, and tuning in 16 bits, as a user types them."""
 
+import json
+import os
 import shlex
+import stat
 
 import pytest
 import torch
@@ -70,3 +73,45 @@ def test_a_run_in_sixteen_bits_is_saved_and_replayed(home, directions):
         assert tensor.dtype == torch.bfloat16
         assert torch.equal(tensor, again[name])
     assert any(not torch.equal(tensor, base[name].bfloat16()) for name, tensor in tuned.items())
+
+
+def test_names_are_broken_at_their_dots(home, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = [line.split() for line in CliRunner().invoke(app, shlex.split("doctor model")).stdout.splitlines()]
+    names = [row[0] for row in rows if row and row[-1] == "yes"]
+    assert "layers.*.post_attention_layernorm" in names
+    monkeypatch.setenv("COLUMNS", "72")
+    lines = CliRunner().invoke(app, shlex.split("doctor model")).stdout.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.split() == ["post_attention_layernorm"])
+    assert lines[at - 1].split()[0] == "layers.*."
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_run_tells_which_lines_examples_had(home, monkeypatch):
+    from forwardtune.layers import perturbation
+
+    rows = tiny.reviews(40)
+    (home / "train.csv").write_text("text,label\n" + "".join(f'"{r["text"]}",{r["label"]}\n' for r in rows))
+    command = (
+        "finetune --model model --train train.csv --template '{text} It was' --word bad --word good --steps 60 "
+        "--evaluations 1 --threads 1 --keep last --directions auto --probes layerwise"
+    )
+    before = os.umask(0o022)
+    try:
+        said = run(f"{command} --out known")
+    finally:
+        os.umask(before)
+    assert "probes: layer by layer, which leaves every bit of the weights as it was" in said
+    result = json.loads(next(home.glob("known/run/runs/*.json")).read_text())
+    told = {"own": "examples had lines of their own in the end", "common": "examples shared common lines to the end"}
+    assert f"{told[result['lines']]}; their gradients agree by {result['agreement']:.2g} (1: all alike" in said
+    assert result["run"]["settings"]["probes"] == "layerwise"
+    assert stat.S_IMODE((home / "known" / "model.safetensors").stat().st_mode) == 0o644
+    monkeypatch.setattr(perturbation, "rule_of", lambda layer: None)
+    done = CliRunner().invoke(app, shlex.split(f"{command} --out strange"))
+    assert done.exit_code == 0, done.exception
+    note = " ".join(done.stderr.split())
+    assert note.startswith("note: examples cannot have lines of their own in ")
+    assert note.endswith("; all examples share common lines")
+    assert note.count("note:") == 1
+    assert "examples shared common lines to the end" in " ".join(done.stdout.split())

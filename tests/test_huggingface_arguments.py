@@ -128,7 +128,10 @@ def test_without_a_rate_it_is_found_while_training(tmp_path):
             {"method": "S2P", "auto": True, "method_args": rules},
             "S2P cannot find its step size; give it a learning_rate",
         ),
-        ({"method": "S2P"}, "S2P needs step_size; give it in method_args"),
+        (
+            {"method": "S2P"},
+            "method_args: S2P needs a step_size, its rule, and what that needs: 'stationary' with alpha0 and steps",
+        ),
         ({"method": "STP", "auto": False}, "STP needs a learning_rate"),
         ({"rho": 0.1}, "rho is found while training, too"),
         ({"scale": "log"}, "scale 'log' is not known"),

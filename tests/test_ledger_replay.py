@@ -119,7 +119,7 @@ def test_steps_that_were_not_taken_or_raised_are_replayed_as_well(path):
 def test_frozen_parameters_stay_and_only_those_tuned_are_needed(path):
     model = Net()
     model.first.weight.requires_grad_(False)
-    optimizer = ft.VS2P(model.parameters(), rho=1e-2, recorder=ft.Ledger(path, model))
+    optimizer = ft.VS2P(model.parameters(), lr=1.0, rho=1e-2, recorder=ft.Ledger(path, model))
     for _ in range(10):
         optimizer.step(lambda: loss(model))
     base = Net()
@@ -139,7 +139,7 @@ def test_frozen_parameters_stay_and_only_those_tuned_are_needed(path):
 def test_tensors_by_name_need_no_module(path):
     x = torch.randn(50, dtype=torch.float64)
     base = {"x": x.clone()}
-    optimizer = ft.VS2P([x], rho=1e-2, recorder=ft.Ledger(path, {"x": x}))
+    optimizer = ft.VS2P([x], lr=1.0, rho=1e-2, recorder=ft.Ledger(path, {"x": x}))
     for _ in range(20):
         optimizer.step(lambda: (x @ x).item())
     assert torch.equal(ft.replay(base, path)["x"], x)
@@ -147,11 +147,11 @@ def test_tensors_by_name_need_no_module(path):
 
 def test_a_run_may_be_recorded_from_its_middle(path):
     model = Net()
-    optimizer = ft.VS2P(model.parameters(), rho=1e-2)
+    optimizer = ft.VS2P(model.parameters(), lr=1.0, rho=1e-2)
     for _ in range(5):
         optimizer.step(lambda: loss(model))
     middle, generator = copy.deepcopy(model), torch.get_rng_state()
-    later = ft.VS2P(model.parameters(), rho=1e-2, recorder=ft.Ledger(path, model))
+    later = ft.VS2P(model.parameters(), lr=1.0, rho=1e-2, recorder=ft.Ledger(path, model))
     later.load_state_dict(optimizer.state_dict())
     for _ in range(5):
         later.step(lambda: loss(model))

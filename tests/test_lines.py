@@ -466,33 +466,90 @@ class Tied(nn.Module):
         return F.linear(self.words(x), self.words.weight)
 
 
-@pytest.mark.parametrize("directions", ["per-example", "auto"])
-def test_what_is_used_outside_its_layer_is_refused(directions):
+def test_what_is_used_outside_its_layer_is_refused():
     model = Tied()
     before = weights(model)
-    optimizer = ft.VS2P(model.named_parameters(), directions=directions)
+    optimizer = ft.VS2P(model.named_parameters(), directions="per-example")
     with pytest.raises(ZeroDivisionError):
         optimizer.step(lambda: 1 / 0)
     for _ in range(2):
-        with pytest.raises(InvalidArgumentError, match=r"words.weight is used outside its layer"):
+        with pytest.raises(InvalidArgumentError, match=r"used outside their layers, by a function, as words.weight is"):
             optimizer.step(lambda: model(torch.arange(5)).square().mean(1))
     torch.testing.assert_close(weights(model), before, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("directions", ["per-example", "auto"])
-def test_what_cannot_have_lines_of_its_own_is_named(directions):
-    """Before the first step, also where examples may share a line."""
-    x = torch.randn(5, 4)
-    for model, message in (
-        (Functional(), "gate"),
-        (nn.Sequential(nn.Linear(4, 3), nn.PReLU()), "1.weight.*PReLU"),
-        (nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2)), nn.Flatten(0, 1), nn.Linear(2, 3)), "10 rows"),
-    ):
-        before = weights(model)
-        optimizer = ft.VS2P(model.named_parameters(), directions=directions)
-        with pytest.raises(InvalidArgumentError, match=message):
-            optimizer.step(lambda model=model: model(x).square().mean(1))
-        torch.testing.assert_close(weights(model), before, rtol=1e-6, atol=1e-8)
+STRANGE = {
+    "functional": (Functional, "gate"),
+    "layers": (
+        lambda: nn.Sequential(nn.PReLU(), nn.Linear(4, 3), nn.PReLU()),
+        "0.weight and 2.weight, since PReLU is not",
+    ),
+    "many": (
+        lambda: nn.Sequential(nn.Linear(4, 4), *map(nn.PReLU, [1] * 6)),
+        "1.weight, 2.weight, 3.weight, 4.weight and 2 more",
+    ),
+    "kinds": (lambda: nn.Sequential(nn.PReLU(), Alone()), "in 0.weight and 1.w, since PReLU and Alone are not among"),
+    "rows": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2)), nn.Flatten(0, 1), nn.Linear(2, 3)),
+        "10 rows",
+    ),
+}
+
+
+class Alone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * self.w
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_what_cannot_have_lines_of_its_own_is_named(kind):
+    """Before the first step."""
+    make, message = STRANGE[kind]
+    x, model = torch.randn(5, 4), make()
+    before = weights(model)
+    optimizer = ft.VS2P(model.named_parameters(), directions="per-example")
+    with pytest.raises(InvalidArgumentError, match=message):
+        optimizer.step(lambda: model(x).square().mean(1))
+    torch.testing.assert_close(weights(model), before, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_where_no_lines_of_their_own_are_known_all_share_one(kind, tmp_path):
+    make, message = STRANGE[kind]
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(5, 4)
+    again, calls = copy.deepcopy(model), []
+
+    def losses(model=model):
+        calls.append(model)
+        return model(x).square().mean(1)
+
+    optimizer = ft.VS2P(model.named_parameters(), directions="auto", recorder=ft.Ledger(tmp_path / "run.ledger", model))
+    with pytest.warns(RuntimeWarning, match=f"{message}.*; all examples share common lines"):
+        optimizer.step(losses)
+    first = losses().mean()
+    calls.clear()
+    queries = optimizer.queries
+    for _ in range(59):  # warnings are errors: it is told once
+        optimizer.step(losses)
+    assert (optimizer.shares_lines, optimizer.auto["trial"]) == (True, None)
+    assert optimizer.queries - queries == len(calls)
+    assert losses().mean() < 0.5 * first
+    optimizer.recorder.close()
+    assert len(read(tmp_path / "run.ledger").record(0).lines) == 1
+    resumed, step = ft.resume(again, tmp_path / "run.ledger")
+    assert step == 60
+    assert torch.equal(weights(again), weights(model))
+    assert resumed.auto == optimizer.auto
+    resumed.step(lambda: losses(again))
+    resumed.recorder.close()
+    optimizer.recorder = None
+    optimizer.step(losses)
+    assert torch.equal(weights(again), weights(model))
 
 
 @pytest.mark.parametrize("directions", ["per-example", "auto"])

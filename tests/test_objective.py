@@ -3,7 +3,10 @@
 import contextlib
 import copy
 import threading
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -65,7 +68,7 @@ def test_batchnorm_statistics_advance_once_per_step(directions):
     """The running statistics after a step are those of a single forward pass at the last probe."""
     model, x = convnet(), torch.randn(16, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     twin = copy.deepcopy(model)
-    optimizer = ft.VS2P(model.parameters(), rho=1e-3, directions=directions)
+    optimizer = ft.VS2P(model.parameters(), lr=1.0, rho=1e-3, directions=directions)
     running = []
 
     def closure():
@@ -146,7 +149,7 @@ def test_autocast_around_the_step_sees_the_moved_weights():
     """Autocast keeps casts of weights it has seen; a probe must not be served an old one."""
     layer = nn.Linear(8, 8)
     x = torch.randn(4, 8)
-    optimizer = ft.VS2P(layer.parameters(), rho=0.1)
+    optimizer = ft.VS2P(layer.parameters(), lr=1.0, rho=0.1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         optimizer.step(lambda: layer(x).square().mean())
     assert optimizer.last_step.gamma != 0
@@ -278,7 +281,7 @@ def test_hooks_are_set_in_every_query():
         return weight.sum() + (extra(x).square().mean() if seen[-1] else 0.0)
 
     seen = []
-    optimizer = ft.VS2P([weight], rho=0.1, directions=4, seed=1)
+    optimizer = ft.VS2P([weight], lr=1.0, rho=0.1, directions=4, seed=1)
     optimizer.step(closure)
     assert sum(seen) == 4
     assert not seen[0]
@@ -387,3 +390,33 @@ def test_a_step_not_taken_uses_up_its_random_numbers():
     with pytest.warns(RuntimeWarning, match="not finite"):
         ft.VS2P([x], lr=1.0).step(lambda: torch.rand(2).sum() * float("nan"))
     assert torch.equal(torch.rand(2), expected)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (np.complex128(1 + 2j), "a tensor or a real number, not complex"),
+        (np.complex64(1 + 2j), "a tensor or a real number, not complex"),
+        (np.complex128(1), "a tensor or a real number, not complex"),
+        (np.array(1 + 2j), "a tensor or a real number, not complex"),
+        (torch.tensor(1 + 2j), "a tensor or a real number, not complex"),
+        (np.ones(2), r"one number, not an array of shape \(2,\); reduce it"),
+        (np.ones(0), r"one number, not an array of shape \(0,\); reduce it"),
+    ],
+)
+def test_what_is_no_real_number_is_refused(loss, message):
+    x = torch.ones(3)
+    with pytest.raises(ft.InvalidArgumentError, match=message):
+        ft.VS2P([x], lr=1.0).step(lambda: loss)
+    assert torch.equal(x, torch.ones(3))
+
+
+@pytest.mark.parametrize("loss", [np.float32(0.5), np.array(0.5), np.array([[0.5]]), Fraction(1, 2), Decimal("0.5")])
+def test_numbers_of_other_kinds_are_losses(loss):
+    assert ft.VS2P([torch.ones(3)], lr=1.0).step(lambda: loss) == 0.5
+
+
+def test_losses_of_examples_are_real():
+    layer = torch.nn.Linear(2, 1)
+    with pytest.raises(ft.InvalidArgumentError, match=r"the losses must be real numbers, not torch.complex64"):
+        ft.VS2P(layer.parameters(), lr=1.0, directions="per-example").step(lambda: layer(torch.ones(3, 2))[:, 0] * 1j)

@@ -50,11 +50,11 @@ def test_an_exception_puts_the_weights_back(method, at):
 def test_an_interrupt_during_a_move_waits_for_its_end(monkeypatch, number, move):
     """The signal comes when the kernel has run and the line does not know it yet; the last move is for good."""
     model, closure = problem(torch.float64)
-    optimizer = ft.VS2P(model.parameters(), rho=0.1, scale="absolute")
+    optimizer = ft.VS2P(model.parameters(), lr=1.0, rho=0.1, scale="absolute")
     before = weights(model)
     twin, twins_closure = problem(torch.float64)
     torch.manual_seed(7)
-    ft.VS2P(twin.parameters(), rho=0.1, scale="absolute").step(twins_closure)
+    ft.VS2P(twin.parameters(), lr=1.0, rho=0.1, scale="absolute").step(twins_closure)
     torch.manual_seed(7)
     do_move, moves = optimizer.field.mover.move, []
 
@@ -82,10 +82,10 @@ def test_an_interrupt_during_a_move_waits_for_its_end(monkeypatch, number, move)
 
 def test_an_interrupt_during_an_averaged_move_comes_after_the_step(monkeypatch):
     model, closure = problem(torch.float32)
-    optimizer = ft.VS2P(model.parameters(), rho=0.01, scale="absolute", directions=3)
+    optimizer = ft.VS2P(model.parameters(), lr=1.0, rho=0.01, scale="absolute", directions=3)
     twin, twins_closure = problem(torch.float32)
     torch.manual_seed(7)
-    ft.VS2P(twin.parameters(), rho=0.01, scale="absolute", directions=3).step(twins_closure)
+    ft.VS2P(twin.parameters(), lr=1.0, rho=0.01, scale="absolute", directions=3).step(twins_closure)
     torch.manual_seed(7)
     do_move = optimizer.field.mover.move
 
@@ -184,11 +184,11 @@ def test_what_is_not_a_loss(returned, message):
         (lambda p: ft.VS2P([{"lr": 1.0}]), "no 'params'"),
         (lambda p: ft.VS2P([torch.ones(0)]), "no elements"),
         (lambda p: ft.VS2P([p], lr="0.1"), "lr must be a number"),
-        (lambda p: ft.VS2P([p], rho="near"), "rho must be a number"),
+        (lambda p: ft.VS2P([p], lr=1.0, rho="near"), "rho must be a number"),
         (lambda p: ft.VS2P([1.0]), "only tensors"),
         (lambda p: ft.VS2P([p], lr=-1), "lr must be a number, zero or above"),
         (lambda p: ft.VS2P([p], lr=math.nan), "lr must be a number, zero or above"),
-        (lambda p: ft.VS2P([p], rho=0), "rho must be a number above zero"),
+        (lambda p: ft.VS2P([p], lr=1.0, rho=0), "rho must be a number above zero"),
         (lambda p: ft.MeZO([p], lr=1e-3, rho=-1e-3), "rho must be a number above zero"),
         (lambda p: ft.STP([p], lr=math.inf), "lr must be a number, zero or above and finite"),
         (lambda p: ft.VS2P([{"params": [p], "rho": -1}], lr=1.0), "rho must be a number above zero"),
@@ -205,6 +205,8 @@ def test_what_is_not_a_loss(returned, message):
         (lambda p: ft.VS2P([torch.ones(3, dtype=torch.complex64)]), "leave it out"),
         (lambda p: ft.VS2P([torch.ones(3, device="meta")]), "materialise"),
         (lambda p: ft.VS2P(nn.LazyLinear(3).parameters()), "run the model once"),
+        (lambda p: ft.S2P([p]), "S2P needs a step_size, its rule, and what that needs: .*'dynamic' with L"),
+        (lambda p: ft.VS2P([p], rho=0.1), "lr='auto' finds the distance of probes too; leave rho out, or give an lr"),
         (lambda p: ft.S2P([p], step_size="newton"), "stationary, dynamic"),
         (lambda p: ft.S2P([p], step_size=5), "or 1 to 4"),
         (lambda p: ft.S2P([p], step_size=1, alpha0=1.0), "needs steps"),

@@ -181,3 +181,17 @@ def test_backend_is_chosen_in_the_open(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ft.BackendError, match="cannot move a parameter on cpu"):
         ft.VS2P([torch.ones(3)], backend="triton", lr=1.0)
+
+
+def test_what_is_printed_of_a_rate_that_is_found():
+    x = torch.ones(3)
+    optimizer = ft.VS2P([x])
+    assert "    lr: auto, surveying\n" in repr(optimizer)
+    for _ in range(30):
+        optimizer.step(lambda: x @ x)
+    said = repr(optimizer)
+    assert f"    lr: auto, probes at {optimizer.auto['r']:.4g}\n" in said
+    assert "rho" not in said
+    assert said.count("lr:") == 1
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert "    lr: 0.5 times what is found\n" in repr(optimizer)

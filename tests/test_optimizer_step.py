@@ -200,7 +200,7 @@ def test_vs2p_first_step_and_zero_spread():
 
 def test_vs2p_window():
     x = torch.zeros(1, dtype=torch.float64)
-    optimizer = ft.VS2P([x], rho=0.5, window=3)
+    optimizer = ft.VS2P([x], lr=1.0, rho=0.5, window=3)
     for gamma in (1.0, 2.0, 4.0, 8.0):
         values = iter([gamma, 0.0])
         optimizer.step(lambda: next(values))  # noqa: B023

@@ -84,7 +84,7 @@ def test_a_workload_may_have_its_own_budget():
 
 
 def test_a_method_that_lacks_a_setting():
-    with pytest.raises(ExperimentError, match=r"the method 'S2P': .* 'step_size'"):
+    with pytest.raises(ExperimentError, match=r"the method 'S2P': S2P needs a step_size, its rule"):
         parse(TEXT.replace('"STP"', '"S2P"'))
 
 

@@ -154,7 +154,7 @@ def test_odd_texts(tmp_path, folder):
     [
         ("encoder", {"setup": "prompt"}, r"encoder \(BertModel\) cannot continue a text"),
         ("causal", {"setup": "similarity"}, r"does not embed them; use the setup \"prompt\""),
-        ("padless", {"setup": "head"}, r"has no pad token.*pad_token = \"</s>\".*or use the setup \"prompt\""),
+        ("padless", {"setup": "head"}, r"has no pad token.*as pad token, \"</s>\".*or use the setup \"prompt\""),
         ("padless", {"setup": "head", "pad_token": "<nothing>"}, "has no token '<nothing>' to pad with"),
         (
             "causal",

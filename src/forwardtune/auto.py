@@ -21,7 +21,8 @@ all see the same loss, as those of an accuracy may, makes it a little larger.
 *Lines.* With ``directions="auto"`` all examples share a line at first, and the products of their slopes tell how their
 gradients agree. Where that promises enough, lines of their own are tried for as many steps. The noise of a step is in
 proportion to `B gamma^2` of the mean loss along a shared line, and to `gamma_i^2` of the examples along their own: if
-the former is `WORTH` times the latter, each example has its own line from then on, else they share one for good.
+the former is `WORTH` times the latter, each example has its own line from then on, else they share one for good. Where
+a layer cannot do that, a survey records the mean of the losses as that of a single example, and nothing is tried.
 
 *Retreat.* Where the losses of the steps have risen by far more than batches differ, and the review finds that they
 rise beyond by as much, the steps did damage: the weights stay where they began, and `r` is cut.
@@ -155,6 +156,8 @@ def after_step(auto: Auto, record: StepRecord) -> Auto:
     if not record.raised:
         auto = {**auto, "losses": (*auto["losses"], record.loss if record.taken else math.inf)[-RECENT:]}
     if is_surveying(auto):
+        if record.shared and record.taken and len(record.lines) == 1:  # no lines of their own: shared for good
+            auto = {**auto, "trial": None}
         return auto if record.raised else _after_survey(auto, record)
     auto = _trailing(auto, record)
     if auto["trial"] and record.taken and len(record.lines) > 1 and record.offsets[0]:

@@ -16,6 +16,15 @@ class InvalidArgumentError(ForwardTuneError, ValueError):
     """An argument is invalid; the message names it and the remedy."""
 
 
+class NoOwnLinesError(InvalidArgumentError):
+    """Examples cannot have lines of their own in this model: the `reason`, and what to do instead."""
+
+    def __init__(self, reason: str) -> None:
+        instead = "use common lines (1 as directions), or freeze such parameters"
+        super().__init__(f"{reason}; {instead}")
+        self.reason = reason
+
+
 class BackendError(ForwardTuneError, RuntimeError):
     """The requested noise backend cannot run here."""
 

@@ -23,11 +23,22 @@ def temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.new")
 
 
+def give_usual_mode(*paths: Path) -> None:
+    """Has the umask decide who may read files, as it does for others; safetensors makes its own for the owner alone."""
+    for path in paths:
+        probe = path.with_name(f"{temporary(path).name}.mode")
+        probe.touch()
+        mode = probe.stat().st_mode
+        probe.unlink()
+        path.chmod(mode)
+
+
 def replace_file(path: Path, make: Make) -> None:
     """Makes a file, or replaces the one that exists, atomically."""
     new = temporary(path)
     try:
         make(new)
+        give_usual_mode(new)
         sync_file(new)
         os.replace(new, path)
     finally:
@@ -40,6 +51,7 @@ def create_file(path: Path, make: Make) -> None:
     new = temporary(path)
     try:
         make(new)
+        give_usual_mode(new)
         sync_file(new)
         try:
             os.link(new, path)

@@ -10,7 +10,9 @@ Random numbers that are not torch's, and state that is not a module's buffer, ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from numbers import Complex, Real
 from typing import Any
 
 import torch
@@ -71,14 +73,16 @@ class Objective:
 
 
 def _as_float(loss: Any) -> float:
-    if isinstance(loss, Tensor):
-        if loss.numel() != 1:
-            raise InvalidArgumentError(
-                f"the closure must return one number, not a tensor of shape {tuple(loss.shape)}; "
-                "reduce it, for instance with .mean()"
-            )
-        loss = loss.detach().item()
-    if isinstance(loss, str) or not hasattr(loss, "__float__"):
+    shape = tuple(getattr(loss, "shape", ()))
+    if math.prod(shape) != 1:
+        kind = "a tensor" if isinstance(loss, Tensor) else "an array"
+        raise InvalidArgumentError(
+            f"the closure must return one number, not {kind} of shape {shape}; reduce it, for instance with .mean()"
+        )
+    if hasattr(loss, "item"):
+        loss = loss.item()
+    is_complex = isinstance(loss, Complex) and not isinstance(loss, Real)
+    if isinstance(loss, str) or is_complex or not hasattr(loss, "__float__"):
         raise InvalidArgumentError(
             f"the closure must return the loss as a tensor or a real number, not {type(loss).__name__}"
         )

@@ -52,12 +52,12 @@ from forwardtune.auto import (
 from forwardtune.buffers import Modules
 from forwardtune.errors import InvalidArgumentError, warn_deprecated
 from forwardtune.layers.layerwise import Layerwise
-from forwardtune.layers.perturbation import Perturbation, example_losses
-from forwardtune.line import Line, Offsets, Trail
+from forwardtune.layers.perturbation import Perturbation
+from forwardtune.line import Line, Trail
+from forwardtune.losses import SharedLosses, common_loss, own_losses
 from forwardtune.noise import NOISE_VERSION, Field, Slot
 from forwardtune.noise.field import check_tensor
 from forwardtune.noise.mover import check_number
-from forwardtune.noise.types import COMMON
 from forwardtune.objective import Closure, Objective
 from forwardtune.record import Review, StepRecord
 from forwardtune.run_options import Recorder, RunOptions
@@ -231,13 +231,14 @@ class LineSearch(RunState):
                     review = line.review(objective, partial(is_damage, self.auto or {}))
                     searches = self._searches(field, review)
                 if isinstance(self.directions, int):
-                    taken = searches.run(partial(_query, line, objective), self.directions)
+                    taken = searches.run(partial(common_loss, line, objective), self.directions)
                 elif self.shares_lines:
-                    check = self._perturbation(field, step) if self._is_surveying else None
-                    taken = searches.run_shared(partial(_shared_losses, line, check, objective))
+                    is_open = self._is_surveying and self.auto and self.auto["trial"]
+                    check = self._perturbation(field, step) if is_open else None
+                    taken = searches.run_shared(SharedLosses(line, check, objective))
                     self._watched = field.slots if check else self._watched
                 else:
-                    taken = searches.run_together(partial(_losses, self._perturbation(field, step), objective))
+                    taken = searches.run_together(partial(own_losses, self._perturbation(field, step), objective))
                     self._watched = field.slots
                 if not taken:
                     objective.rewind(generators=False)
@@ -375,25 +376,3 @@ class LineSearch(RunState):
             self._complete_run()
         self._field = self._layers = self._watched = None
         self._modules, self._stepping = Modules(), Lock()
-
-
-def _query(line: Line, objective: Objective, direction: int, offsets: Offsets) -> float:
-    """The loss at one position."""
-    return line.at({direction: offsets}, objective)
-
-
-def _shared_losses(line: Line, check: Perturbation | None, objective: Objective, offsets: Offsets) -> list[float]:
-    """The losses of all examples at one position of the common line.
-
-    With a `check`, layers whose examples could not have lines of their own are refused.
-    """
-    if check is None:
-        return example_losses(line.at({COMMON: offsets}, objective.query))
-    return line.at({COMMON: offsets}, lambda: _losses(check, objective, (0.0,) * len(offsets)))
-
-
-def _losses(perturbation: Perturbation, objective: Objective, offsets: Offsets) -> list[float]:
-    """The losses of all examples, each at the offset along its own line."""
-    with perturbation.at(offsets):
-        losses = objective.query()
-    return example_losses(losses, perturbation.examples)

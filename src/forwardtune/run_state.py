@@ -181,11 +181,15 @@ class RunState(Optimizer):
         }
         lines = [f"{type(self).__name__} (", f"    backend: {self.field.backends}"]
         lines += [f"    {name}: {value}" for name, value in shown.items()]
-        lines += [f"    lr: auto, r = {self.auto['r']:.4g}"] if self.auto else []
+        found = () if self.auto is None else ("lr", "rho")
+        if self.auto:
+            lines.append("    lr: auto, " + ("surveying" if self._is_surveying else f"probes at {self.auto['r']:.4g}"))
         for number, group in enumerate(self.param_groups):
             lines.append(f"Parameter Group {number}: {count_elements(group):,} elements")
+            if found and group["lr"] != 1:
+                lines.append(f"    lr: {group['lr']:g} times what is found")
             settings = {name: group[name] for name in self._settings if group.get(name) is not None}
-            lines += [f"    {name}: {value}" for name, value in settings.items()]
+            lines += [f"    {name}: {value}" for name, value in settings.items() if name not in found]
         return "\n".join([*lines, ")"])
 
     def _complain(self, record: StepRecord) -> None:

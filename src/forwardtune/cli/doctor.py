@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from forwardtune._compat import check_transformers
+from forwardtune.cli.options import command
 from forwardtune.errors import ExperimentError
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ NOTE = (
 
 
 def doctor(
-    model: Annotated[str, typer.Argument(help="The model's folder, or its name on the Hub.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's folder, or its name on the Hub.")],
     setup: Annotated[
         str, typer.Option(help="prompt, similarity, head or lm.", show_default="inferred from the model")
     ] = "",
@@ -36,14 +38,14 @@ def doctor(
     batch: Annotated[int, typer.Option(min=1, help="Examples per step.")] = 16,
     download: Annotated[bool, typer.Option("--download", help="Allow downloads from the Hub.")] = False,
 ) -> None:
-    """Tell what probes would do to a model's weights, which lines it can be tuned along, and the memory it takes."""
-    check_transformers()
+    """Tell what tuning would do to a model.
+
+    What probes would do to its weights, which lines it can be tuned along, and the memory that it takes.
+    """
     import torch
 
     from forwardtune.doctor import examine
-    from forwardtune.integrations.huggingface.footprint import footprint
     from forwardtune.tasks import Sources
-    from forwardtune.tasks.texts.models import PretrainedModel
     from forwardtune.tasks.texts.workload import ADAPTERS, DTYPES, SETUPS
     from forwardtune.toml_tables import one_of
 
@@ -53,38 +55,58 @@ def doctor(
         one_of("setup", setup, SETUPS)
     if not 0 < rho <= 1:
         raise ExperimentError(f"--rho must be above zero and at most 1, not {rho:g}")
-    language = PretrainedModel(Sources(None, Path(), download).model(model) or model, setup, adapter, dtype)
+    path = Sources(None, Path(), download).model(model) or model
+    check_transformers()
+    from forwardtune.integrations.huggingface.footprint import footprint
+    from forwardtune.tasks.texts.models import PretrainedModel
+
+    language = PretrainedModel(path, setup, adapter, dtype)
     language.check_size(torch.device("cpu"))
     network = language.build(2)[0]
     tokens = language.tokenizer(["It was a good day."] * 2, return_tensors="pt")["input_ids"]
     seen = examine(network, rho, lambda: network(input_ids=tokens))
     console = Console(highlight=False)
-    console.print(_table(seen.findings))
-    for line in (NOTE.format(rho), str(footprint(network)), *_consequences(seen, batch)):
+    console.print(_table(seen.findings, console.width))
+    dtypes = {row.dtype for row in seen.findings}
+    alike = f"all are {', '.join(dtypes)}. " if len(dtypes) == 1 else ""
+    for line in (alike + NOTE.format(rho), str(footprint(network)), *_consequences(seen, batch)):
         console.print(line, markup=False)
 
 
-def _table(findings: Sequence[Finding]) -> Table:
-    """Names are shown without what all of them begin with."""
+def _table(findings: Sequence[Finding], width: int) -> Table:
+    """Names are shown without what all of them begin with, and are broken at their dots if they must be."""
     names = [row.name.split(".") for row in findings]
     places = zip(*(name[:-1] for name in names), strict=False)
     shared = len(list(takewhile(lambda parts: len(set(parts)) == 1, places)))
-    columns = [
-        Column(title, justify="right", no_wrap=True) for title in ("number", "dtype", "size", "still", "changed")
-    ]
+    mixed = len({row.dtype for row in findings}) > 1
+    titles = ("number", *["dtype"] * mixed, "size", "still", "changed")
+    columns = [Column(title, justify="right", no_wrap=True) for title in titles]
     table = Table(Column("weights", overflow="fold"), *columns, "own", box=SIMPLE_HEAD, pad_edge=False)
+    most = f"{max(row.weights for row in findings):,}"
+    cells = (most, *["bfloat16"] * mixed, "0.01-0.01", "100.0%", "changed", "yes")
+    room = width - 2 - sum(len(cell) + 3 for cell in cells)
     for row, name in zip(findings, names, strict=True):
         low, high = (f"{scale:.2g}" for scale in row.scale)
         table.add_row(
-            escape(".".join(name[shared:]).removesuffix(".weight")),
+            escape(_folded(".".join(name[shared:]).removesuffix(".weight"), room)),
             f"{row.weights:,}",
-            row.dtype,
+            *[row.dtype] * mixed,
             low if low == high else f"{low}-{high}",
             f"{row.still:.1%}",
             f"{row.changed:.1%}",
             row.no_own_lines or "yes",
         )
     return table
+
+
+def _folded(name: str, room: int) -> str:
+    """A name in lines that are as long as there is room for, each but the last ending in a dot."""
+    lines = [""]
+    for part in re.findall(r"[^.]*\.?", name):
+        if lines[-1] and len(lines[-1] + part) > room:
+            lines.append(" ")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def _consequences(seen: Examination, batch: int) -> Iterator[str]:
@@ -97,7 +119,8 @@ def _consequences(seen: Examination, batch: int) -> Iterator[str]:
         )
     else:
         yield (
-            "probes: in place, one pass each; probes='layerwise' would leave every bit as it was, and take another "
+            "probes: in place, one pass each; layer by layer (--probes layerwise) they would leave every bit as it "
+            "was, and take another "
             f"{size(seen.copy)}"
         )
     if seen.uncovered:
@@ -113,4 +136,4 @@ def _consequences(seen: Examination, batch: int) -> Iterator[str]:
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(doctor)
+    command(app)(doctor)

@@ -29,6 +29,7 @@ from forwardtune.cli.options import (
     SpecFile,
     Threads,
     Workload,
+    command,
     console,
     default_folder,
     interruptible,
@@ -70,9 +71,10 @@ def compare(
         typer.Option(help="Folder of results that stay: runs in it are not made again.", show_default=False),
     ] = None,
 ) -> None:
-    """Run every method, rate and seed of a comparison at equal queries, and report.
+    """Make all runs of a comparison, and its report.
 
-    Stopped by Ctrl-C or otherwise, the same command resumes where it left off.
+    That is every method, rate and seed at equal queries. Stopped by Ctrl-C or otherwise, the same command resumes
+    where it left off.
     """
     from forwardtune.experiments import report as reports
     from forwardtune.experiments.comparison import Machine
@@ -112,7 +114,10 @@ def run(
     json: Json = False,
     tensorboard: Board = False,
 ) -> None:
-    """Make a single run of a comparison, also one outside its grid."""
+    """Make a single run of a comparison.
+
+    It may be one outside its grid.
+    """
     import torch
 
     from forwardtune.experiments.comparison import Machine, unfinished
@@ -150,7 +155,10 @@ def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of results.", show_default=False)],
     open: Annotated[bool, typer.Option("--open", help="Show it in a browser.")] = False,
 ) -> None:
-    """Make the report of a comparison anew, also while it is running."""
+    """Make the report of a comparison anew.
+
+    That also works while it is running.
+    """
     from forwardtune.experiments import report as reports
     from forwardtune.experiments import spec as specs
     from forwardtune.experiments.scoring import score
@@ -190,7 +198,10 @@ def reproduction(
     about: Annotated[Page, typer.Option(help="The paper's experiments, or rates found while training.")] = Page.paper,
     out: Annotated[Path | None, typer.Option(help="Where to write.", show_default="standard output")] = None,
 ) -> None:
-    """Set our numbers beside the paper's, or beside each other, as a page in Markdown."""
+    """Set our numbers beside the paper's, as a page.
+
+    It is in Markdown; with --about rates they are set beside each other.
+    """
     from forwardtune.reproduction.page import page
     from forwardtune.reproduction.rates_page import rates_page
 
@@ -229,5 +240,5 @@ def _tell_outcome(
 
 
 def register(app: typer.Typer) -> None:
-    for command in (compare, run, report, presets, reproduction):
-        app.command()(command)
+    for function in (compare, run, report, presets, reproduction):
+        command(app)(function)

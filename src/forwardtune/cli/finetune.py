@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from forwardtune._compat import check_transformers
-from forwardtune.cli.options import Data, Device, Json, Seed, Silent, console, interruptible, listener_for, notes
+from forwardtune.cli.options import (
+    Data,
+    Device,
+    Json,
+    Seed,
+    Silent,
+    command,
+    console,
+    interruptible,
+    listener_for,
+    notes,
+)
 from forwardtune.errors import ExperimentError
 from forwardtune.files import translated, write_text
 from forwardtune.toml_tables import one_of
@@ -70,6 +81,13 @@ def finetune(
         str, typer.Option(help="Directions per step, per-example, or auto (per example where it pays).")
     ] = "1",
     distribution: Annotated[str, typer.Option(help="rademacher, normal, uniform or sphere.")] = "rademacher",
+    probes: Annotated[
+        str | None,
+        typer.Option(help="How they are made: in-place or layerwise.", show_default="layerwise with 16 bits"),
+    ] = None,
+    rounding: Annotated[
+        str | None, typer.Option(help="Of 16-bit weights: stochastic or nearest.", show_default="stochastic")
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Length of the run.", show_default="1000")] = None,
     queries: Annotated[
         int | None, typer.Option(min=1, help="Its length in queries instead.", show_default=False)
@@ -109,23 +127,10 @@ def finetune(
     quiet: Silent = False,
     json: Json = False,
 ) -> None:
-    """Tune a language model to a task or to your own texts, with forward passes only.
+    """Tune a language model with forward passes only.
 
-    Stopped by Ctrl-C or otherwise, the same command resumes where it left off.
+    It learns a task, or texts of your own. Stopped by Ctrl-C or otherwise, the same command resumes where it left off.
     """
-    check_transformers()
-    from forwardtune.cli.tuning import Tuning, outcome
-    from forwardtune.experiments.comparison import Machine
-    from forwardtune.experiments.plan import Run
-    from forwardtune.experiments.result import scores_to_json
-    from forwardtune.experiments.spec import DECAYS, LEAST_AUTO
-    from forwardtune.finetuning.budget import EVALUATIONS
-    from forwardtune.finetuning.kept import KEEPS
-    from forwardtune.finetuning.tune import finetune as make
-    from forwardtune.finetuning.tuned import LEDGER, SETTINGS
-    from forwardtune.tasks import Sources, TextWorkload
-    from forwardtune.tasks.texts.workload import FILES, GLUE, LM, PLAIN, TRANSFORMER
-
     if peft is not None:
         typer.echo("--peft is called --adapter now, and will be removed in the next release", err=True)
         adapter = peft
@@ -134,17 +139,13 @@ def finetune(
         raise ExperimentError("name either a task (--task sst2 --data DIR) or a table or text file (--train FILE)")
     if task and (test or text_column or label_column):
         raise ExperimentError("--test, --text-column and --label-column apply only with --train; leave them out")
-    if ledger and ledger.exists() and not (out / SETTINGS).exists():
-        raise ExperimentError(f"{ledger} already exists; choose another name for --ledger")
-    if task:
-        one_of("task", task, GLUE)
-    is_language = LM in (objective, setup)
+    is_language = "lm" in (objective, setup)
     if train and train.suffix == ".txt" and not is_language:
         raise ExperimentError(
             f"{train} has texts without labels; add --objective lm to learn the texts themselves, or give a table "
             "(.csv, .tsv, .jsonl) with a column of labels"
         )
-    if is_language and (label_column or setup not in ("", LM) or objective not in ("loss", LM)):
+    if is_language and (label_column or setup not in ("", "lm") or objective not in ("loss", "lm")):
         raise ExperimentError(
             "with --objective lm the texts themselves are learned; leave --label-column and other setups out"
         )
@@ -152,7 +153,23 @@ def finetune(
         raise ExperimentError("--steps, --queries and --minutes each say how long the run is; give one of them")
     _check_positive("--minutes", minutes)
     settings = {"rho": rho, "scale": scale, "directions": _directions(directions), "distribution": distribution}
-    by = _method(method, lr, settings)
+    settings |= {"probes": probes, "rounding": rounding}
+    kind = _kind(method, lr, settings)
+
+    # What is checked above needs no imports, and what comes next torch only: transformers takes seconds.
+    from forwardtune.cli.tuning import Tuning, outcome
+    from forwardtune.experiments.comparison import Machine
+    from forwardtune.experiments.plan import Run
+    from forwardtune.experiments.result import scores_to_json
+    from forwardtune.experiments.spec import DECAYS, LEAST_AUTO
+    from forwardtune.finetuning.budget import EVALUATIONS
+    from forwardtune.finetuning.kept import KEEPS
+    from forwardtune.tasks import Sources, TextWorkload
+    from forwardtune.tasks.texts.workload import FILES, GLUE, LM, PLAIN, TRANSFORMER
+
+    if task:
+        one_of("task", task, GLUE)
+    by = _method(kind, lr, settings)
     if by.is_auto and decay is not None:
         raise ExperimentError("--decay goes with an --lr; without one steps become smaller by themselves")
     budget = queries or (steps or 1000) * by.queries_per_step
@@ -186,12 +203,23 @@ def finetune(
     if decay is not None:
         one_of("decay", decay, DECAYS)
     one_of("keep", keep, KEEPS)
+    sources = Sources(data, Path(), download)
+    sources.model(model)
+    for table in (train, test):
+        if table:
+            sources.file(str(table))
+    check_transformers()
+    from forwardtune.finetuning.tune import finetune as make
+    from forwardtune.finetuning.tuned import LEDGER, SETTINGS
+
+    if ledger and ledger.exists() and not (out / SETTINGS).exists():
+        raise ExperimentError(f"{ledger} already exists; choose another name for --ledger")
     listener = listener_for(quiet, json) if quiet or json else Tuning()
     with interruptible(), listener:
         result, kept = make(
             Run(workload, by, by.lr[0], seed, "none" if by.is_auto else decay or "cosine"),
             out,
-            Sources(data, Path(), download),
+            sources,
             device=Machine.choose(device).device,
             threads=threads,
             minutes=minutes,
@@ -222,7 +250,10 @@ def predict(
     ] = None,
     device: Device = None,
 ) -> None:
-    """Predict with a tuned model; of a language model, how well it predicts texts: their perplexity."""
+    """Predict with a tuned model.
+
+    Of a language model it is told how well it predicts texts: their perplexity.
+    """
     if (text is None) == (input is None):
         raise ExperimentError("give either texts (--text '...') or a table of them (--input FILE)")
     if out and out.suffix not in (".csv", ".jsonl"):
@@ -267,7 +298,10 @@ def replay(
         typer.Option(help="The model that was tuned: its folder or name.", show_default="of an adapter where it was"),
     ] = None,
 ) -> None:
-    """Reproduce a tuned model, bit for bit, from its base and its ledger."""
+    """Reproduce a tuned model from its base and its ledger.
+
+    Its weights are the same, bit for bit.
+    """
     check_transformers()
     from forwardtune.finetuning.tuned import replayed
 
@@ -276,21 +310,26 @@ def replay(
     console.print(f"wrote {out}", markup=False)
 
 
-def _method(name: str, lr: float | None, settings: dict[str, Any]) -> Method:
-    from forwardtune.experiments.spec import Method
-
+def _kind(name: str, lr: float | None, settings: dict[str, Any]) -> str:
+    """The method's name, once its flags are known to go together."""
     known = {kind.lower(): kind for kind in METHODS_HERE}
     one_of("method", name.lower(), known)
     kind = known[name.lower()]
     if kind == "STP" and settings["rho"] is not None:
         raise ExperimentError("STP probes at its --lr and has no rho; leave --rho out")
-    settings = {name: value for name, value in settings.items() if value is not None}
     _check_positive("--lr", lr)
-    _check_positive("--rho", settings.get("rho"))
+    _check_positive("--rho", settings["rho"])
     if lr is not None and settings["directions"] == "auto":
         raise ExperimentError("--directions auto goes without an --lr, which is then found while training")
-    if lr is None and "rho" in settings:
+    if lr is None and settings["rho"] is not None:
         raise ExperimentError("--rho goes with an --lr; without one both are found while training")
+    return kind
+
+
+def _method(kind: str, lr: float | None, settings: dict[str, Any]) -> Method:
+    from forwardtune.experiments.spec import Method
+
+    settings = {name: value for name, value in settings.items() if value is not None}
     return Method(kind, kind, ("auto" if lr is None else lr,), settings)
 
 
@@ -312,5 +351,5 @@ def _jsonl(answers: list[dict[str, Any]]) -> str:
 
 
 def register(app: typer.Typer) -> None:
-    for command in (finetune, predict, replay):
-        app.command()(command)
+    for function in (finetune, predict, replay):
+        command(app)(function)

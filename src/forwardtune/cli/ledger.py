@@ -12,21 +12,21 @@ from rich.table import Table
 from rich.text import Text
 
 import forwardtune as ft
-from forwardtune.cli.options import notes
+from forwardtune.cli.options import command, notes
 
 app = typer.Typer(help="Show, verify, replay, export and compare recorded runs.", no_args_is_help=True)
 
-File = Annotated[Path, typer.Argument(help="A ledger, live or exported.", show_default=False)]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A ledger, live or exported.", show_default=False)]
 Until = Annotated[int | None, typer.Option(help="Stop at this step of the run.", show_default="the end")]
 
 console = Console(highlight=False)
 
 
-@app.command()
+@command(app)
 def show(
     file: File, steps: Annotated[int, typer.Option(min=0, help="How many of the last steps to list.")] = 5
 ) -> None:
-    """Show what a ledger holds: the run, its settings and its last steps."""
+    """Show a run, its settings and its last steps."""
     run = ft.ledger.read(file)
     console.print(_summary(run, file.stat().st_size))
     if run.end > run.header.step and steps > 0:
@@ -68,9 +68,12 @@ def _summary(run: ft.ledger.RecordedRun, size: int) -> Table:
     return table
 
 
-@app.command()
+@command(app)
 def verify(file: File) -> None:
-    """Check every step of a ledger; the exit code is 1 if the file is damaged."""
+    """Check every step of a ledger.
+
+    The exit code is 1 if the file is damaged.
+    """
     run = ft.ledger.read(file)
     for _ in run.records():  # each is checked when it is read
         pass
@@ -83,7 +86,7 @@ def verify(file: File) -> None:
         console.print(f"the model's buffers are known after step {run.state_end} only", soft_wrap=True)
 
 
-@app.command()
+@command(app)
 def replay(
     file: File,
     base: Annotated[Path, typer.Option(help="The base weights: a safetensors file or a folder of them.")],
@@ -91,7 +94,10 @@ def replay(
     until: Until = None,
     backend: Annotated[str, typer.Option(help="What moves the weights: auto, numba or reference.")] = "auto",
 ) -> None:
-    """Reproduce the tuned weights, bit for bit, from the base weights and a ledger."""
+    """Reproduce the tuned weights from the base weights and a ledger.
+
+    They are the same, bit for bit.
+    """
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
         task = progress.add_task("replaying", total=1.0, visible=False)
@@ -107,7 +113,7 @@ def replay(
     console.print(f"wrote {out}", soft_wrap=True, markup=False)
 
 
-@app.command()
+@command(app)
 def export(
     file: File,
     out: Annotated[
@@ -122,9 +128,12 @@ def export(
     console.print(f"wrote {target}, {target.stat().st_size:,} bytes", soft_wrap=True, markup=False)
 
 
-@app.command()
+@command(app)
 def diff(a: File, b: File) -> None:
-    """Show where two runs diverge; the exit code is 1 if they differ."""
+    """Show where two runs diverge.
+
+    The exit code is 1 if they differ.
+    """
     difference = ft.ledger.diff(a, b)
     for name, (one, other) in list(difference.fields.items())[:10]:
         console.print(_clean(f"{name}: {one} and {other}"), soft_wrap=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 from rich.console import Console
+from typer.models import OptionInfo
 
 from forwardtune.errors import ExperimentError
 
@@ -19,7 +20,34 @@ if TYPE_CHECKING:
 
 console = Console(highlight=False, soft_wrap=True)
 
-SpecFile = Annotated[Path | None, typer.Argument(metavar="[SPEC]", help="A comparison in TOML.", show_default=False)]
+Function = TypeVar("Function", bound=Callable[..., None])
+VALUES = {str: "TEXT", Path: "PATH", int: "INTEGER", float: "NUMBER", list: "TEXT"}
+"""What `--help` calls the values of options, by their type."""
+
+
+def command(app: typer.Typer) -> Callable[[Function], Function]:
+    """Registers a function as a command."""
+
+    def register(function: Function) -> Function:
+        hints = get_type_hints(function, include_extras=True)
+        for hint in hints.values():
+            for info in get_args(hint)[1:]:
+                if isinstance(info, OptionInfo) and info.metavar is None:
+                    info.metavar = VALUES.get(_plain(get_args(hint)[0]))
+        function.__annotations__ = hints  # evaluated, lest Typer do so again
+        app.command()(function)
+        return function
+
+    return register
+
+
+def _plain(kind: Any) -> Any:
+    """The type of a value that may be None, or of which there may be several."""
+    first = get_args(kind)[0] if type(None) in get_args(kind) else kind
+    return getattr(first, "__origin__", first)
+
+
+SpecFile = Annotated[Path | None, typer.Argument(metavar="SPEC", help="A comparison in TOML.", show_default=False)]
 Preset = Annotated[str | None, typer.Option(help="One that ships, see `forwardtune presets`.", show_default=False)]
 Out = Annotated[Path | None, typer.Option(help="Folder of the results.", show_default="results/NAME")]
 Data = Annotated[

@@ -22,6 +22,7 @@ from forwardtune.cli.options import (
     SpecFile,
     Threads,
     Workload,
+    command,
     console,
     default_folder,
     interruptible,
@@ -63,9 +64,10 @@ def sweep(
     quiet: Silent = False,
     json: Json = False,
 ) -> None:
-    """Search for a method's rate by successive halving, on the queries of a single run, everything included.
+    """Search for a method's rate by successive halving.
 
-    Stopped by Ctrl-C or otherwise, the same command resumes where it left off.
+    It uses the queries of a single run, everything included. Stopped by Ctrl-C or otherwise, the same command
+    resumes where it left off.
     """
     import torch
 
@@ -142,4 +144,4 @@ def _table(outcome: Outcome) -> Table:
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(sweep)
+    command(app)(sweep)

@@ -41,6 +41,8 @@ class Tuning(Live):
                 self._describe(event.about)
                 self.start, self.total_queries = time.perf_counter(), event.total
         super().__call__(event)
+        if isinstance(event, Started) and event.probes == "layerwise":
+            console.print("probes: layer by layer, which leaves every bit of the weights as it was")
         match event:
             case Started() if event.queries:
                 left = clock_time(self.remaining[event.run].seconds)
@@ -102,6 +104,9 @@ def outcome(result: RunResult, kept: Kept, queries_per_step: int) -> Iterator[tu
     told = ", ".join(f"{name} {_change(name, *change)}" for name, change in changes.items())
     majority = f" (majority class {100 * result.data.majority:.1f})" if result.data.majority else ""
     yield f"test {told}{majority}", ""
+    if result.lines:
+        kept_to = "had lines of their own in the end" if result.lines == "own" else "shared common lines to the end"
+        yield f"examples {kept_to}{_agreed(result.agreement)}", ""
     steps = result.queries // queries_per_step
     if 2 * result.plateaus > steps:
         yield f"{result.plateaus} of {steps} steps saw no difference at all: raise --batch", "yellow"
@@ -122,6 +127,10 @@ def outcome(result: RunResult, kept: Kept, queries_per_step: int) -> Iterator[tu
         yield f"the training loss {how}: {first:.4g} to {last:.4g}", "yellow"
     if kept.queries == 0 or is_worse or not last <= FALLEN * first:
         yield f"try {TRY}{'' if result.run.workload.get('setup') == LM else TRY_ASKING}", "yellow"
+
+
+def _agreed(agreement: float | None) -> str:
+    return "" if agreement is None else f"; their gradients agree by {agreement:.2g} (1: all alike, 0: unrelated)"
 
 
 def _change(metric: str, before: float, after: float) -> str:

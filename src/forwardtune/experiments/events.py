@@ -94,7 +94,10 @@ class Estimated(Event):
 
 @dataclass(frozen=True)
 class Started(Event):
-    """A run begins, or resumes after so many queries, with so many evaluations to make; `about` says what is tuned."""
+    """A run begins, or resumes after so many queries, with so many evaluations to make.
+
+    about: what is tuned. probes: how they are made, "in-place" or "layerwise".
+    """
 
     name = "start"
     run: str
@@ -103,6 +106,7 @@ class Started(Event):
     total: int
     about: str
     evaluations: int
+    probes: str = "in-place"
 
 
 @dataclass(frozen=True)

@@ -186,6 +186,7 @@ class RunResult:
     """A finished run. `reason` tells why it was given up, if it was; `metrics` come first to last in importance.
 
     agreement: of examples, at the last time that a run which may give them lines of their own has measured it.
+    lines: "own" or "common", as examples had them at the end of a run that found out which is better.
     """
 
     id: str
@@ -207,6 +208,7 @@ class RunResult:
     metrics: tuple[str, ...] = field(default=("accuracy",))
     plateaus: int = 0
     agreement: float | None = None
+    lines: str = ""
 
     @property
     def diverged(self) -> bool:
@@ -242,6 +244,7 @@ class RunResult:
             "final": scores_to_json(self.final),
             "plateaus": self.plateaus,
             **({} if self.agreement is None else {"agreement": self.agreement}),
+            **({"lines": self.lines} if self.lines else {}),
             "weights": self.weights,
             "data": told,
             "base": asdict(self.base),
@@ -256,7 +259,7 @@ class RunResult:
 
     @staticmethod
     def from_json(table: Json) -> RunResult:
-        """Results of older versions lack `metrics`, `plateaus` or `agreement`, which then are what they always were."""
+        """Older results lack `metrics`, `plateaus`, `agreement` or `lines`, which then are what they always were."""
         given = {entry.name: table[entry.name] for entry in fields(RunResult) if entry.name in table}
         circumstances = given["circumstances"]
         typed = {

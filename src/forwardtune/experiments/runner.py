@@ -75,6 +75,7 @@ def _make(
     """What is left of a run, to its end or to a step; it has a result in the store if that was its end."""
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Step not taken|.* steps saw the same loss", RuntimeWarning)
+        warnings.showwarning = lambda message, *_: tell(Noted(str(message), run.id))
         result, model = _RunUnderWay(run, store, task, tell, ready, until).proceed()
     if result is not None:
         store.save(result)
@@ -157,6 +158,7 @@ class _RunUnderWay:
                     raise ExperimentError(
                         f"{self.run.title} cannot be resumed: {complaint}. To make it anew, move {self.ledger} away"
                     ) from None
+                complaint = f"{self.ledger} is damaged"
             else:
                 self.log.begin(step, self.task.base_id)
                 queries = self._trace_again(model, step)
@@ -237,7 +239,11 @@ class _RunUnderWay:
         last = self.steps if self.until is None else self.until
         total = self.task.queries if self.run.lr == "auto" else last * self.run.method.queries_per_step
         left = sum(due <= last for due in self.due) - len(self.log.at)
-        self.tell(Started(self.run.id, self.run.title, optimizer.queries, total, self.task.describe(model), left))
+        self.tell(
+            Started(
+                self.run.id, self.run.title, optimizer.queries, total, self.task.describe(model), left, optimizer.probes
+            )
+        )
         while True:
             reason = self._too_many_nonfinite(optimizer)
             due = self._is_due(step, optimizer.queries, len(self.log.at))
@@ -307,6 +313,7 @@ class _RunUnderWay:
             trace=self.tracer.trace(),
             plateaus=optimizer.plateaus,
             agreement=optimizer.agreement,
+            lines={True: "common", False: "own"}[optimizer.shares_lines] if optimizer.directions == "auto" else "",
             weights=optimizer.field.dimension,
             data=self.task.data,
             base=Base(self.base.stem, file_digest(self.base)),

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
+from typing import Any
 
 import torch
 from torch import nn
 
-from forwardtune.errors import NonFiniteLossError
+from forwardtune.errors import NonFiniteLossError, NoOwnLinesError
 from forwardtune.experiments.plan import Run
 from forwardtune.experiments.result import Evaluation
 from forwardtune.experiments.runner import batch_indices
@@ -76,23 +77,39 @@ def measure(run: Run, task: Task, model: nn.Module, threads: Sequence[int]) -> t
 def _queries(run: Run, task: Task, model: nn.Module, threads: Sequence[int]) -> dict[int, list[float]]:
     """Seconds per query by number of threads, in turns on the same batches, after one that warms up."""
     timed: dict[int, list[float]] = {number: [] for number in threads}
-    by_example, spent = not isinstance(run.method.settings["directions"], int), 0.0
-    line: LineSearch = MeZO([torch.zeros(1)], lr=1e-3)
-    if by_example:
-        line = MeZO(model.named_parameters(), lr=0.0, directions="per-example")
+    line, loss = _searched(run, task, model)
+    spent = 0.0
     for made in range(MOST + 1):
         batch = task.batch(batch_indices(task.examples, run.workload.batch, run.seed, made))
         for number in threads:
             torch.set_num_threads(number)
             start = time.perf_counter()
             with suppress(NonFiniteLossError):
-                line.step(partial(task.losses if by_example else task.loss, model, batch))
+                line.step(partial(loss, model, batch))
             if made:
                 timed[number].append((time.perf_counter() - start) / QUERIES)
                 spent += time.perf_counter() - start
         if made and (spent > TOO_LONG or (made >= FEWEST and spent > ENOUGH)):
             break
     return timed
+
+
+def _searched(run: Run, task: Task, model: nn.Module) -> tuple[LineSearch, Callable[..., Any]]:
+    """Makes the steps whose queries are timed, and the loss that they query."""
+    common: tuple[LineSearch, Callable[..., Any]] = MeZO([torch.zeros(1)], lr=1e-3), task.loss
+    directions = run.method.settings["directions"]
+    if isinstance(directions, int):
+        return common
+    own = MeZO(model.named_parameters(), lr=0.0, directions="per-example")
+    batch = task.batch(batch_indices(task.examples, run.workload.batch, run.seed, 0))
+    try:
+        with suppress(NonFiniteLossError):
+            own.step(partial(task.losses, model, batch))
+    except NoOwnLinesError:
+        if directions == "auto":
+            return common
+        raise
+    return own, task.losses
 
 
 def seconds_per_move(optimizer: LineSearch, batch: int) -> float:

@@ -20,7 +20,7 @@ from forwardtune.experiments.plan import Run
 from forwardtune.experiments.result import RunResult, scores_to_json
 from forwardtune.experiments.runner import Executed, Ready, execute, make_base
 from forwardtune.experiments.store import Store, read_json
-from forwardtune.files import temporary, translated, write_json, write_text
+from forwardtune.files import give_usual_mode, temporary, translated, write_json, write_text
 from forwardtune.finetuning.budget import Budget, BudgetFile, fitted
 from forwardtune.finetuning.card import card
 from forwardtune.finetuning.kept import Keep, Kept, kept
@@ -148,6 +148,7 @@ def _save(run: Run, task: TextTask, store: Store, executed: Executed, out: Path,
     with quiet():
         model.cpu().save_pretrained(out)
         task.language.tokenizer.save_pretrained(out)
+    give_usual_mode(*out.glob("*.safetensors"))
     if load_file(base):
         shutil.copyfile(base, out / NEW)
     _export(live, out / LEDGER, chosen)

@@ -24,7 +24,7 @@ from forwardtune import ledger as ledgers
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments.result import Json
 from forwardtune.experiments.store import read_json
-from forwardtune.files import translated
+from forwardtune.files import give_usual_mode, translated
 from forwardtune.metrics import perplexity
 from forwardtune.tasks.texts.data import Text
 from forwardtune.tasks.texts.models import PretrainedModel, quiet
@@ -141,6 +141,7 @@ def replayed(folder: Path, base: str | None, out: Path) -> None:
     with quiet(), translated(ExperimentError, f"{out} cannot be written"):
         model.save_pretrained(out)
         language.tokenizer.save_pretrained(out)
+        give_usual_mode(*out.glob("*.safetensors"))
 
 
 def _read(folder: Path) -> Settings:

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from forwardtune.errors import InvalidArgumentError
+from forwardtune.errors import InvalidArgumentError, NoOwnLinesError
 from forwardtune.layers.prompts import RepeatedRow, is_prompt
 from forwardtune.layers.rules import Nudge, rule_of
 from forwardtune.layers.usage import Usage, numbered, tuned_in
 from forwardtune.noise.outer import Factors
 from forwardtune.noise.types import Slot
 
-INSTEAD = "use common lines (directions=1), or freeze it with requires_grad_(False)"
+NAMED = 4
+"""Parameters that an error names at most."""
 
 
 class Perturbation:
@@ -44,6 +45,7 @@ class Perturbation:
         self._factors: Sequence[Factors] = ()
         self._amplitudes: list[float] = []
         self._covered: set[int] = set()
+        self._strange: dict[str, set[int]] = {}
         self.examples: int | None = None
 
     @contextmanager
@@ -53,18 +55,30 @@ class Perturbation:
         watching = self._usage.watching() if self._usage else nullcontext()
         with register_module_forward_hook(self._perturb), watching:
             yield
+        if self._strange:
+            kinds = " and ".join(self._strange)
+            raise NoOwnLinesError(
+                f"examples cannot have lines of their own in {self._few(set().union(*self._strange.values()))}, since "
+                f"{kinds} {'is' if len(self._strange) == 1 else 'are'} not among the layers that forwardtune can "
+                "perturb example by example"
+            )
         if self._outside:
-            name = self._names[min(self._outside)]
-            raise InvalidArgumentError(
-                f"{name} is used outside its layer, by a function of its own, so that examples cannot see it perturbed "
-                f"there; {INSTEAD}"
+            raise NoOwnLinesError(
+                "examples cannot have lines of their own in parameters that are used outside their layers, by a "
+                f"function, as {self._few(self._outside)} {'is' if len(self._outside) == 1 else 'are'}"
             )
-        missed = [name for number, name in enumerate(self._names) if number not in self._covered]
+        missed = set(range(len(self._names))) - self._covered
         if missed:
-            raise InvalidArgumentError(
-                f"no layer that is known to use {missed[0]} was called ({len(missed)} such parameters), so that "
-                f"examples cannot see it perturbed; {INSTEAD}"
+            raise NoOwnLinesError(
+                f"examples cannot have lines of their own in {self._few(missed)}, which no layer was seen to use"
             )
+
+    def _few(self, numbers: set[int]) -> str:
+        """The names of some parameters, or of the first of many."""
+        names = [self._names[number] for number in sorted(numbers)]
+        if len(names) > NAMED:
+            return f"{', '.join(names[:NAMED])} and {len(names) - NAMED} more"
+        return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
     def _perturb(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if is_prompt(layer):
@@ -75,10 +89,8 @@ class Perturbation:
         rule = rule_of(layer)
         name = self._names[next(iter(tuned.values()))]
         if rule is None or not args or not isinstance(output, Tensor):
-            raise InvalidArgumentError(
-                f"examples cannot have lines of their own in {name}, since a {type(layer).__name__} is not among the "
-                f"layers that forwardtune can perturb example by example; {INSTEAD}"
-            )
+            self._strange.setdefault(type(layer).__name__, set()).update(tuned.values())
+            return None
         x, y = self._rows(args[0], output, name)
         nudges = {own: Nudge(self._amplitudes[number], self._factors[number]) for own, number in tuned.items()}
         self._covered |= set(tuned.values())
@@ -104,9 +116,9 @@ class Perturbation:
         if len(x) == 1 and self.examples > 1:  # the same for all, such as positions
             return x.expand(self.examples, *x.shape[1:]), y.repeat(self.examples, *[1] * (y.ndim - 1))
         if len(x) != self.examples or len(y) != self.examples:
-            raise InvalidArgumentError(
+            raise NoOwnLinesError(
                 f"the layer with {name} got {len(x)} rows, and the first layer {self.examples}: which of them belong "
-                f"to which example is not known; {INSTEAD}"
+                "to which example is not known"
             )
         return x, y
 
@@ -120,5 +132,7 @@ def example_losses(losses: Any, examples: int | None = None) -> list[float]:
             f"with lines of their own the closure must return one loss per example{wanted}, not {got}; for instance "
             'F.cross_entropy(model(x), y, reduction="none"), with the whole batch in every forward pass'
         )
+    if losses.is_complex():
+        raise InvalidArgumentError(f"the losses must be real numbers, not {losses.dtype}")
     values: list[float] = losses.detach().to(torch.float64).tolist()
     return values

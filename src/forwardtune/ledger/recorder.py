@@ -52,7 +52,7 @@ class Ledger:
     >>> x = torch.tensor([3.0, -2.0])
     >>> base = {"x": x.clone()}
     >>> with tempfile.TemporaryDirectory() as folder, ft.Ledger(f"{folder}/run.ledger", {"x": x}) as ledger:
-    ...     optimizer = ft.VS2P([x], rho=0.05, recorder=ledger)
+    ...     optimizer = ft.VS2P([x], lr=1.0, rho=0.05, recorder=ledger)
     ...     for _ in range(100):
     ...         loss = optimizer.step(lambda: x @ x)
     ...     tuned = ft.replay(base, f"{folder}/run.ledger")

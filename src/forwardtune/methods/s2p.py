@@ -77,7 +77,7 @@ class S2P(LineSearch):
     Args:
         params: parameters, named parameters or group dicts to tune.
         lr: multiplies alpha, so that a scheduler can decay it.
-        step_size: the rule, by its name or its number in the paper.
+        step_size: the rule, by its name or its number in the paper; there is no usual one.
         alpha0, steps, L, L0, L1: the constants that the rule needs; ``steps`` is the length of the run.
         rho: half the distance between the two probes of the dynamic rules' slope.
         **run: see :class:`forwardtune.RunOptions`; the scale is absolute by default, as the theory has it.
@@ -99,7 +99,7 @@ class S2P(LineSearch):
         params: Params,
         lr: float = 1.0,
         *,
-        step_size: StepSize | Literal[1, 2, 3, 4],
+        step_size: StepSize | Literal[1, 2, 3, 4] | None = None,
         alpha0: float | None = None,
         steps: int | None = None,
         L: float | None = None,
@@ -128,9 +128,12 @@ class S2P(LineSearch):
         check_positive(rho=group["rho"])
 
 
-def rule_by_number(step_size: str | int) -> StepSize:
+def rule_by_number(step_size: str | int | None) -> StepSize:
     """A rule's name, given the name or its number in the paper."""
     names = tuple(CONSTANTS)
+    if step_size is None:
+        rules = ", ".join(f"{name!r} with {' and '.join(needed)}" for name, needed in CONSTANTS.items())
+        raise InvalidArgumentError(f"S2P needs a step_size, its rule, and what that needs: {rules}")
     if isinstance(step_size, int) and not isinstance(step_size, bool) and 1 <= step_size <= len(names):
         return names[step_size - 1]
     if step_size not in names:

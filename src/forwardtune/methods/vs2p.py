@@ -50,9 +50,9 @@ class VS2P(LineSearch):
 
     Args:
         params: parameters, named parameters or group dicts to tune.
-        lr: ``"auto"``, to find the size of steps and probes while training (see :mod:`forwardtune.auto`), or the step
-            size in units of rho; above 1, the sign of the slope is trusted further than it was measured. By default
-            ``"auto"``, and 1 where a rho is given.
+        lr: ``"auto"`` (default), to find the size of steps and probes while training (see :mod:`forwardtune.auto`), or
+            the step size in units of rho, 1 in the paper; above 1, the sign of the slope is trusted further than it was
+            measured.
         rho: half the distance between the two probes; by default 1e-2, and 1e-3 in absolute units.
         tau_a: slopes above ``tau_a * sigma`` are damped.
         tau_b: how many sigmas make a full step.
@@ -73,7 +73,7 @@ class VS2P(LineSearch):
     def __init__(
         self,
         params: Params,
-        lr: float | Literal["auto"] | None = None,
+        lr: float | Literal["auto"] = "auto",
         *,
         rho: float | None = None,
         tau_a: float = 3.0,
@@ -81,8 +81,6 @@ class VS2P(LineSearch):
         window: int = 50,
         **run: Unpack[RunOptions],
     ) -> None:
-        if lr is None:
-            lr = "auto" if rho is None else 1.0
         distance = probe_distance(lr, rho, run.get("scale", self.usual_scale))
         settings = {"lr": lr, "rho": distance, "tau_a": tau_a, "tau_b": tau_b, "window": window}
         super().__init__(params, settings, **run)

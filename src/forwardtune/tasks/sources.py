@@ -46,7 +46,7 @@ class Sources:
         )
 
     def _paths(self, name: str) -> list[Path]:
-        return [folder / name for folder in (self.folder, self.data) if folder is not None]
+        return list(dict.fromkeys(folder / name for folder in (self.folder, self.data) if folder is not None))
 
 
 def _in_package(name: str) -> list[Path]:

@@ -63,6 +63,6 @@ class Workload:
         if self.batch > examples:
             raise ExperimentError(
                 f"{self.name}: a batch of {self.batch} is more than the {examples:,} training examples of {self.data}; "
-                "lower batch"
+                "lower the batch"
             )
         return self.queries or 2 * (self.epochs or 0) * (examples // self.batch)

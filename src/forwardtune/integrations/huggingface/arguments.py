@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
+
 from forwardtune._compat.transformers import transformers
 from forwardtune.arguments import check_directions
 from forwardtune.errors import InvalidArgumentError
@@ -135,16 +137,6 @@ class ForwardTrainingArguments(transformers.TrainingArguments):
             raise InvalidArgumentError(
                 f"rho={self.rho:g} does not apply to {self.method}, which probes at its learning rate; leave it out"
             )
-        needed = [
-            name
-            for name, parameter in inspect.signature(METHODS[self.method]).parameters.items()
-            if parameter.default is parameter.empty and name in known and name not in given
-        ]
-        if needed:
-            raise InvalidArgumentError(
-                f"{self.method} needs {', '.join(needed)}; give it in method_args, for instance "
-                f"method_args={{{needed[0]!r}: ...}}; help(forwardtune.{self.method}) tells more"
-            )
         for name in given:
             if name not in known:
                 settings = ", ".join(sorted(known)) or "its learning rate"
@@ -152,6 +144,11 @@ class ForwardTrainingArguments(transformers.TrainingArguments):
                     f"method_args: {self.method} has no setting {name!r}, only {settings}; "
                     "seed, distribution and directions are arguments of their own"
                 )
+        kind: Any = METHODS[self.method]
+        try:
+            kind([torch.zeros(1)], lr=1.0, backend="reference", **given)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"method_args: {error}") from None
 
     def optimizer(self, params: Any, **run: Any) -> LineSearch:
         """The method, with the parameters it is to tune."""

@@ -38,9 +38,9 @@ def choose(name: str, device: torch.device) -> type[Backend]:
     try:
         backend = _load(name)
     except ImportError as error:
-        raise BackendError(f"backend={name!r} cannot be loaded ({error}); run: pip install {name}") from error
+        raise BackendError(f"the backend {name!r} cannot be loaded ({error}); run: pip install {name}") from error
     if not backend.runs_on(device):
-        raise BackendError(f"backend={name!r} cannot move a parameter on {device}; use backend='auto'")
+        raise BackendError(f"the backend {name!r} cannot move a parameter on {device}; leave it out, or use 'auto'")
     return backend
 
 

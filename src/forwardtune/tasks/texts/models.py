@@ -47,7 +47,7 @@ class PretrainedModel:
         if self.setup_name == "head" and self.kind == "causal" and self.tokenizer.pad_token_id is None:
             raise ExperimentError(
                 f"the tokenizer of {self.path} has no pad token, by which a head finds the end of a text; name one "
-                f'(pad_token = "{self.tokenizer.eos_token}"), or use the setup "prompt"'
+                f'(as pad token, "{self.tokenizer.eos_token}"), or use the setup "prompt"'
             )
 
     def _check_setup(self) -> None:

@@ -93,7 +93,7 @@ class Question:
         self.mask = tokenizer.mask_token_id if masked else None
         self.ending = f" {tokenizer.mask_token}." if masked else ""
         if len(self._ids(tuple("" for _ in columns))) >= max_length:
-            raise ExperimentError(f"the template alone has {max_length} tokens or more; raise max_length")
+            raise ExperimentError(f"the template alone has {max_length} tokens or more; raise the maximum length")
 
     def encode(self, text: Text) -> Rows:
         ids = self._ids(text)
