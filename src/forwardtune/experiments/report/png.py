@@ -37,7 +37,7 @@ def draw(chart: Chart, file: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    figure.savefig(file, dpi=160)
+    figure.savefig(file, dpi=160, format="png")
 
 
 def _numbers(values: object) -> list[float]:
