@@ -1,16 +1,20 @@
 """Files that exist whole or not at all, and locks that end with their process.
 
-Everything here raises `OSError`, which `translated` turns into an error of the caller's own that names the file.
+What is made is named by the `OSError` that says why it cannot be, which `translated` turns into an error of the
+caller's own.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from forwardtune.errors import ForwardTuneError
 
@@ -37,9 +41,10 @@ def replace_file(path: Path, make: Make) -> None:
     """Makes a file, or replaces the one that exists, atomically."""
     new = temporary(path)
     try:
-        make(new)
-        give_usual_mode(new)
-        sync_file(new)
+        with _naming(path):
+            make(new)
+            give_usual_mode(new)
+            sync_file(new)
         os.replace(new, path)
     finally:
         new.unlink(missing_ok=True)
@@ -50,9 +55,10 @@ def create_file(path: Path, make: Make) -> None:
     """Makes a file atomically; one that already exists is left alone, and raises a `FileExistsError`."""
     new = temporary(path)
     try:
-        make(new)
-        give_usual_mode(new)
-        sync_file(new)
+        with _naming(path):
+            make(new)
+            give_usual_mode(new)
+            sync_file(new)
         try:
             os.link(new, path)
         except OSError:
@@ -62,6 +68,40 @@ def create_file(path: Path, make: Make) -> None:
     finally:
         new.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+@contextmanager
+def filled(folder: Path) -> Iterator[Path]:
+    """A folder within this one, whose files are moved here at the end of the block; after an exception none is."""
+    new = folder / ".new"
+    shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
+    try:
+        with _naming(folder):
+            new.mkdir(parents=True)
+            yield new
+            for file in new.rglob("*"):
+                if file.is_file():
+                    give_usual_mode(file)
+                    sync_file(file)
+        for file in new.iterdir():
+            target = folder / file.name
+            if target.is_dir():
+                shutil.rmtree(target)
+            os.replace(file, target)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    sync_folder(folder)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Failures name what was to be made, not a part of it that will be gone; a full disk names nothing at all."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            error.filename, error.filename2 = str(path), None
+        raise
 
 
 def write_text(path: Path, text: str) -> None:
@@ -117,5 +157,5 @@ def translated(error: type[ForwardTuneError], complaint: str) -> Iterator[None]:
     """Raises failures of the file system as errors of ours: the complaint, then the system's reason in brackets."""
     try:
         yield
-    except OSError as reason:
+    except (OSError, SafetensorError) as reason:
         raise error(f"{complaint} ({reason})") from reason

@@ -26,7 +26,7 @@ from forwardtune.record import Review
 
 T = TypeVar("T")
 
-HELD = (int(signal.SIGINT), int(signal.SIGTERM))
+HELD = tuple(int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 Offsets = tuple[float, ...]
 """One offset per parameter group."""
@@ -183,7 +183,7 @@ def _times(factor: float, position: Position) -> Position:
 
 
 class _Interrupts:
-    """Holds back Ctrl-C and SIGTERM while the weights move, so that no move is ever left half done."""
+    """Holds back Ctrl-C, SIGTERM and SIGHUP while the weights move, so that no move is ever left half done."""
 
     def __init__(self) -> None:
         self.hold = False

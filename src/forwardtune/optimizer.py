@@ -324,15 +324,16 @@ class LineSearch(RunState):
     def _searches(self, field: Field, review: Review | None) -> StepSearch:
         """The searches of a step after its review, with copies of the groups' memories."""
         settings = [self._settings_of(group, field.dimension) for group in self.param_groups]
-        search = self.search
-        if self.auto is not None:
-            auto = after_review(self.auto, review)
-            if is_surveying(auto):
-                search, settings = survey, [{"r": auto["r"]} for _ in settings]
-            else:
-                settings = [self.settings_at(auto["r"], auto["slope"] or 1.0, own) for own in settings]
-        begin = [partial(search, **own) for own in settings]
-        return StepSearch(begin, [dict(group["memory"]) for group in self.param_groups], field.reach)
+        auto = self.auto and after_review(self.auto, review)
+        return StepSearch(self._starts(auto, settings), [dict(g["memory"]) for g in self.param_groups], field.reach)
+
+    def _starts(self, auto: Any, settings: Sequence[Mapping[str, Any]]) -> list[Callable[[Memory], Search]]:
+        """What starts the search of each group, by its settings."""
+        if auto is None:
+            return [partial(self.search, **own) for own in settings]
+        if is_surveying(auto):
+            return [partial(survey, r=auto["r"])] * len(settings)
+        return [partial(self.search, **self.settings_at(auto["r"], auto["slope"] or 1.0, own)) for own in settings]
 
     def _tell(self, recorder: Recorder | None, record: StepRecord) -> None:
         if recorder:

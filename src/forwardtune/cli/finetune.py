@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_lines
 import math
 from pathlib import Path
+from shutil import copyfile
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -23,7 +24,7 @@ from forwardtune.cli.options import (
     notes,
 )
 from forwardtune.errors import ExperimentError
-from forwardtune.files import translated, write_text
+from forwardtune.files import replace_file, translated, write_text
 from forwardtune.toml_tables import one_of
 
 if TYPE_CHECKING:
@@ -228,8 +229,9 @@ def finetune(
             tell=listener,
         )
     if ledger:
-        ledger.parent.mkdir(parents=True, exist_ok=True)
-        ledger.write_bytes((out / LEDGER).read_bytes())
+        with translated(ExperimentError, f"{ledger} cannot be written"):
+            ledger.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(ledger, lambda new: copyfile(out / LEDGER, new))
     if json:
         final = scores_to_json(kept.scores)
         print(json_lines.dumps({"event": "saved", "model": str(out), "queries": kept.queries, "final": final}))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
@@ -73,14 +75,35 @@ def listener_for(quiet: bool, as_json: bool, board: Path | None = None) -> Liste
     return TensorBoard(board, listener) if board else listener
 
 
+class _Stopped(KeyboardInterrupt):
+    """The system or the terminal asked the command to end, by a signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C ends the command with a sentence."""
+    """Ctrl-C, SIGTERM and a terminal that is closed end the command with a sentence; ignored ones (nohup) do not."""
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    main = threading.current_thread() is threading.main_thread()
+    ours = [number for number in numbers if main and signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, _stop)
     try:
         yield
-    except KeyboardInterrupt:
-        Console(stderr=True, highlight=False).print("stopped; the same command resumes where it left off")
-        raise typer.Exit(130) from None
+    except KeyboardInterrupt as stop:
+        with suppress(OSError):  # the terminal is gone
+            Console(stderr=True, highlight=False).print("stopped; the same command resumes where it left off")
+        raise typer.Exit(128 + (stop.number if isinstance(stop, _Stopped) else signal.SIGINT)) from None
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _stop(number: int, frame: object) -> None:
+    raise _Stopped(number)
 
 
 def spec_of(file: Path | None, preset: str | None) -> Spec:

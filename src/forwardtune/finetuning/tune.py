@@ -20,7 +20,7 @@ from forwardtune.experiments.plan import Run
 from forwardtune.experiments.result import RunResult, scores_to_json
 from forwardtune.experiments.runner import Executed, Ready, execute, make_base
 from forwardtune.experiments.store import Store, read_json
-from forwardtune.files import give_usual_mode, temporary, translated, write_json, write_text
+from forwardtune.files import filled, temporary, translated, write_json, write_text
 from forwardtune.finetuning.budget import Budget, BudgetFile, fitted
 from forwardtune.finetuning.card import card
 from forwardtune.finetuning.kept import Keep, Kept, kept
@@ -145,14 +145,14 @@ def _save(run: Run, task: TextTask, store: Store, executed: Executed, out: Path,
     model: Any = executed.model if chosen.is_last else None
     if model is None:
         model = ledgers.replay(task.start(base), live, until=chosen.until(live))
-    with quiet():
-        model.cpu().save_pretrained(out)
-        task.language.tokenizer.save_pretrained(out)
-    give_usual_mode(*out.glob("*.safetensors"))
-    if load_file(base):
-        shutil.copyfile(base, out / NEW)
+    with filled(out) as new:
+        with quiet():
+            model.cpu().save_pretrained(new)
+            task.language.tokenizer.save_pretrained(new)
+        if load_file(base):
+            shutil.copyfile(base, new / NEW)
+        write_text(new / "README.md", card(run, task, executed.result, chosen))
     _export(live, out / LEDGER, chosen)
-    write_text(out / "README.md", card(run, task, executed.result, chosen))
     write_json(
         out / SETTINGS,
         {

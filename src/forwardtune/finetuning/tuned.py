@@ -11,6 +11,7 @@ run/                                 the run under way and its budget, from whic
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -24,7 +25,7 @@ from forwardtune import ledger as ledgers
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments.result import Json
 from forwardtune.experiments.store import read_json
-from forwardtune.files import give_usual_mode, translated
+from forwardtune.files import give_usual_mode, temporary, translated
 from forwardtune.metrics import perplexity
 from forwardtune.tasks.texts.data import Text
 from forwardtune.tasks.texts.models import PretrainedModel, quiet
@@ -138,10 +139,15 @@ def replayed(folder: Path, base: str | None, out: Path) -> None:
     if (folder / NEW).exists():
         model.load_state_dict(load_file(folder / NEW), strict=False)
     ledgers.replay(model, folder / LEDGER)
-    with quiet(), translated(ExperimentError, f"{out} cannot be written"):
-        model.save_pretrained(out)
-        language.tokenizer.save_pretrained(out)
-        give_usual_mode(*out.glob("*.safetensors"))
+    new = temporary(out)
+    try:
+        with quiet(), translated(ExperimentError, f"{out} cannot be written"):
+            model.save_pretrained(new)
+            language.tokenizer.save_pretrained(new)
+            give_usual_mode(*new.glob("*.safetensors"))
+            new.rename(out)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def _read(folder: Path) -> Settings:

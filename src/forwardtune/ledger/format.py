@@ -269,7 +269,7 @@ def unpack(step: int, packed: bytes, header: Header) -> tuple[StepRecord, list[d
         for group in header.groups:
             names = group.numbers
             values, rest = rest[: len(names)], rest[len(names) :]
-            settings.append({n: _like(group.settings[n], value) for n, value in zip(names, values, strict=True)})
+            settings.append({n: like(group.settings[n], value) for n, value in zip(names, values, strict=True)})
         taken, raised = kind % NEW_STATE == TAKEN, kind % NEW_STATE == RAISED
         if not isinstance(directions, int):
             examples, counted = _unpack_examples(rest, groups, taken), int(queries)
@@ -311,7 +311,7 @@ def checked(record: StepRecord, reach: float) -> StepRecord:
     return record
 
 
-def _like(example: Any, value: float) -> float:
+def like(example: Any, value: float) -> float:
     """An integer if the setting was one at the start of the run."""
     return int(value) if isinstance(example, int) and value.is_integer() else value
 

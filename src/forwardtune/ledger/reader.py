@@ -31,6 +31,7 @@ from forwardtune.ledger.format import (
     unpack,
 )
 from forwardtune.ledger.journal import MAGIC, Anchor, Contents, read_journal
+from forwardtune.ledger.plain import PlainSteps, plain_steps
 from forwardtune.ledger.states import State, read_states
 from forwardtune.line import Trail
 from forwardtune.record import LineRecord, Review, StepRecord
@@ -129,6 +130,10 @@ class RecordedRun(ABC):
         start, until = self.header.step if start is None else start, self.end if until is None else until
         return (self.record(step) for step in range(start, until))
 
+    def plain(self, start: int, until: int) -> PlainSteps | None:
+        """These steps as arrays, if the run has them so and all are plain."""
+        return None
+
     def __repr__(self) -> str:
         steps = f"steps {self.header.step} to {self.end - 1}" if self.end > self.header.step else "no steps"
         return f"<RecordedRun of {self.header.method}, {steps}>"
@@ -186,6 +191,10 @@ class LiveRun(RecordedRun):
 
     def record(self, step: int) -> StepRecord:
         return self.entry(step)[0]
+
+    def plain(self, start: int, until: int) -> PlainSteps | None:
+        first = self.header.step
+        return plain_steps(start, self._rows[start - first : until - first], self.header)
 
     def entry(self, step: int) -> tuple[StepRecord, list[dict[str, Any]]]:
         """What happened in a step, and each group's settings: the numeric ones, and others that changed before it."""

@@ -14,9 +14,11 @@ from typing import TypeVar
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from forwardtune.auto import SPAN
 from forwardtune.errors import LedgerError, warn
 from forwardtune.ledger.fingerprint import combined, digests
 from forwardtune.ledger.format import Header
+from forwardtune.ledger.plain import terms_of
 from forwardtune.ledger.reader import RecordedRun, read
 from forwardtune.ledger.states import buffers_in, check_buffers, restore_buffers
 from forwardtune.ledger.weights import Model, has_frozen_weights, named_buffers, named_parameters, weights_of
@@ -139,7 +141,12 @@ def replay_steps(run: RecordedRun, mover: Mover | OuterMover, start: int, end: i
     """Moves a mover's slots through steps `start` to `end` and yields the fraction that is done."""
     for low in range(start, end, SEGMENT):
         high = min(low + SEGMENT, end)
-        mover.chain([move for record in run.records(low, high) for move in _moves(run, record)])
+        plain = run.plain(max(run.header.step, low - SPAN), high) if isinstance(mover, Mover) else None
+        terms = plain and terms_of(plain, low, layerwise=run.header.probes == "layerwise")
+        if terms and isinstance(mover, Mover):
+            mover.chain_terms(terms)
+        else:
+            mover.chain([move for record in run.records(low, high) for move in _moves(run, record)])
         yield (high - start) / (end - start)
 
 

@@ -18,10 +18,11 @@ from forwardtune.errors import ForwardTuneError, LedgerError, warn
 from forwardtune.files import translated
 from forwardtune.ledger.fingerprint import combined, digests
 from forwardtune.ledger.format import Header
+from forwardtune.ledger.forward import fast_forward_plain
 from forwardtune.ledger.journal import Fsync, Journal
 from forwardtune.ledger.reader import LiveRun, check_file, is_live, read
 from forwardtune.ledger.recorder import NOT_SETTINGS, Ledger, check_policy, checkpoint_path
-from forwardtune.ledger.replay import Progress, advance, steps_done
+from forwardtune.ledger.replay import SEGMENT, Progress, advance, steps_done
 from forwardtune.ledger.states import buffers_in, check_buffers, read_states, restore_buffers, restore_generators
 from forwardtune.ledger.weights import Model, has_frozen_weights, named_buffers, named_parameters, weights_of
 from forwardtune.optimizer import LineSearch
@@ -253,12 +254,18 @@ def _subclasses(method: type[LineSearch]) -> Iterator[type[Any]]:
 
 def _fast_forward(optimizer: LineSearch, run: LiveRun) -> None:
     """Takes an optimizer from the start of the run to its end, with its settings as they were at each step."""
-    for step in range(run.header.step, run.end):
-        record, settings = run.entry(step)
-        for group, changes in zip(optimizer.param_groups, settings, strict=True):
-            group.update(changes)
+    for low in range(run.header.step, run.end, SEGMENT):
+        high = min(low + SEGMENT, run.end)
+        plain = run.plain(low, high - 1)  # without the last, which leaves behind all that a step does
         try:
-            optimizer.fast_forward(record)
+            done = high - 1 if plain and fast_forward_plain(optimizer, plain, run.header) else low
+            for step in range(done, high):
+                record, settings = run.entry(step)
+                for group, changes in zip(optimizer.param_groups, settings, strict=True):
+                    group.update(changes)
+                optimizer.fast_forward(record)
+        except LedgerError:
+            raise
         except ForwardTuneError as error:
             raise LedgerError(f"the run can be replayed but not resumed: {error}") from error
     for group in optimizer.param_groups:

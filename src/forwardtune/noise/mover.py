@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from forwardtune.errors import InvalidArgumentError
 from forwardtune.noise.backends import reference
+from forwardtune.noise.backends.arrays import Terms
 from forwardtune.noise.backends.interface import Backend
 from forwardtune.noise.backends.selection import choose
 from forwardtune.noise.distributions import (
@@ -82,6 +84,19 @@ class Mover:
         if any(terms for _, terms in keyed):
             for backend in self.backends:
                 backend.move(keyed)
+
+    def chain_terms(self, terms: Terms) -> None:
+        """As `chain`, with the terms of all moves as arrays, whose lengths are not known yet."""
+        if not len(terms.steps):
+            return
+        for name, numbers in (("step", terms.steps), ("direction", terms.directions)):
+            check_number(name, int(numbers.min()))
+            check_number(name, int(numbers.max()))
+        if self.distribution == "sphere":
+            pairs = zip(terms.steps.tolist(), terms.directions.tolist(), strict=True)
+            terms = terms._replace(lengths=np.array([self.length(step, direction) for step, direction in pairs]))
+        for backend in self.backends:
+            backend.move_terms(self._key(0), terms)
 
     def _checked(self, step: int, terms: Sequence[Term]) -> Sequence[Term]:
         """The terms with their lengths."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
@@ -15,7 +16,7 @@ from forwardtune.experiments.report.tables import Table, runs_table, tables
 from forwardtune.experiments.result import Json, RunResult
 from forwardtune.experiments.scoring import ComparisonScore
 from forwardtune.experiments.summary import count, sentence
-from forwardtune.files import translated, write_text
+from forwardtune.files import replace_file, translated, write_text
 from forwardtune.markup import markdown
 
 
@@ -39,7 +40,8 @@ def write(scores: ComparisonScore, folder: Path | str) -> Path:
         write_text(parts / "tables.md", _markdown(scores, every_table))
         for workload in scores.workloads:
             for chart in charts(workload):
-                png(chart, parts / f"{workload.workload.name}-{chart.name}.png")
+                file = parts / f"{workload.workload.name}-{chart.name}.png"
+                replace_file(file, partial(png, chart))
         write_text(page, _page(scores, every_table, runs))
     return page
 

@@ -256,9 +256,12 @@ class CpuNumba:
         self.chunks = Chunks(slots, CHUNK)
 
     def move(self, moves: Sequence[Move]) -> None:
-        c, key = self.chunks, moves[0][0]
+        self.move_terms(moves[0][0], Terms.of(moves))
+
+    def move_terms(self, key: Key, terms: Terms) -> None:
+        c = self.chunks
         place = c.table, c.scales, c.shapes, c.strides
-        kind, keys, terms = KINDS[key.distribution], round_keys(key.seed), Terms.of(moves)
+        kind, keys = KINDS[key.distribution], round_keys(key.seed)
         rounding = round_keys(key.rounding.seed)[: None if key.stochastic else 0]
         self._share(
             lambda first, last: _move(*place, first, last, kind, keys, rounding, *terms),

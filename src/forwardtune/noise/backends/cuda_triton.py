@@ -250,9 +250,12 @@ class CudaTriton:
         self.launches = [_Launch(*key, members) for key, members in alike.items()]
 
     def move(self, moves: Sequence[Move]) -> None:
-        terms = [torch.from_numpy(array) for array in Terms.of(moves)]
+        self.move_terms(moves[0][0], Terms.of(moves))
+
+    def move_terms(self, key: Key, terms: Terms) -> None:
+        arrays = [torch.from_numpy(array) for array in terms]
         for launch in self.launches:
-            launch.move(moves[0][0], terms)
+            launch.move(key, arrays)
 
     def squares(self, key: Key, direction: int) -> int:
         return sum(launch.squares(key, direction) for launch in self.launches)

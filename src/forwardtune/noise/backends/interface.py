@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from forwardtune.noise.backends.arrays import Terms
 from forwardtune.noise.types import Key, Move, Slot
 
 
@@ -28,6 +29,9 @@ class Backend(Protocol):
         precision. One that is zero is skipped, and so is the whole term where they are equal. All moves have the same
         seed and distribution.
         """
+
+    def move_terms(self, key: Key, terms: Terms) -> None:
+        """As `move`; the steps are those of the terms, and the rest is that of the key."""
 
     def squares(self, key: Key, direction: int) -> int:
         """The squared length of the direction's normal vector over all slots, in fixed point."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from forwardtune.noise import distributions as D
+from forwardtune.noise.backends.arrays import Terms
 from forwardtune.noise.philox import MASK, philox
 from forwardtune.noise.types import Key, Move, Slot, Term
 
@@ -151,6 +152,10 @@ class Reference:
         for key, terms in moves:
             for term in terms:
                 self._move(key, term)
+
+    def move_terms(self, key: Key, terms: Terms) -> None:
+        for step, direction, length, (back, forth) in zip(*(column.tolist() for column in terms), strict=True):
+            self._move(key._replace(step=step), Term(direction, back, forth, length))
 
     def _move(self, key: Key, term: Term) -> None:
         for slot in self.slots:
