@@ -21,6 +21,7 @@ from forwardtune.arguments import Params, probe_distance
 from forwardtune.auto import REVIEW_QUERIES, SURVEY_QUERIES
 from forwardtune.errors import ExperimentError, ForwardTuneError
 from forwardtune.experiments.result import Rate
+from forwardtune.files import check_depth
 from forwardtune.methods import METHODS
 from forwardtune.optimizer import LineSearch
 from forwardtune.tasks import IMAGES, TEXTS, ImageWorkload, TextWorkload, Workload, kind_of
@@ -66,19 +67,18 @@ class Method:
 
     @cached_property
     def queries_per_step(self) -> int:
-        """Counted in a step along a line of one weight, which also shows whether the settings are valid.
+        """Counted in a step along one line of one weight; every direction has a line.
 
-        With a rate that is found while training some steps use a few more.
+        With a rate that is found while training some steps use a few more. Settings that are not valid raise an error.
         """
-        if self.is_auto:
-            self.optimizer([torch.zeros(1)], "auto")
+        self.optimizer([torch.zeros(1)], "auto" if self.is_auto else 1e-3)
         with torch.random.fork_rng(devices=[]):
             layer, calls = torch.nn.Linear(1, 1, bias=False), count(1.0)
-        found = {"directions": 1} if self.is_auto and self.settings["directions"] == "auto" else {}
-        method = replace(self, settings={**self.settings, **found})
+        own_lines = self.settings["directions"] == "per-example"
+        method = self if own_lines else replace(self, settings={**self.settings, "directions": 1})
         optimizer = method.optimizer(layer.parameters(), 1e-3, backend="reference")
         optimizer.step(lambda: layer(torch.zeros(1, 1))[0].detach() + next(calls))
-        return optimizer.queries
+        return optimizer.queries * self._directions
 
     @property
     def most_queries(self) -> int:
@@ -154,20 +154,24 @@ COMMON = KEYS - {"name", "data", "pretrain"}
 def load(path: Path | str) -> Spec:
     """The spec in a file, named after it."""
     path = Path(path)
+    return parse(read_text(path), path.stem, path.parent)
+
+
+def read_text(path: Path) -> str:
     try:
-        text = path.read_text("utf-8")
+        return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ExperimentError(
             f"the spec {path} cannot be read ({error}); `forwardtune presets` lists those that ship"
         ) from None
-    return parse(text, path.stem, path.parent)
 
 
 def parse(text: str, name: str, folder: Path) -> Spec:
     """The spec in a text; paths in it are relative to the folder."""
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        check_depth(table)
+    except (ValueError, RecursionError) as error:
         raise ExperimentError(f"the spec {name!r} is not TOML: {error}") from None
     for key in table:
         one_of(f"the spec {name!r}: the key", key, [*(field.name for field in fields(_File)), *sorted(COMMON)])
@@ -232,7 +236,8 @@ def _method(entry: Mapping[str, Any], top: _File) -> Method:
             raise ExperimentError(f"{where} has no {key!r}; give it")
     one_of("method", value(str, known["method"], where), METHODS)
     is_auto = known["lr"] == "auto"
-    if not is_auto and isinstance(known["lr"], str):
+    rates = known["lr"] if isinstance(known["lr"], list) else [known["lr"]]
+    if not is_auto and any(isinstance(lr, str) for lr in rates):
         raise ExperimentError(f'{where}: lr must be a list of rates, or "auto", not {known["lr"]!r}')
     if is_auto and "rho" in entry:
         raise ExperimentError(f'{where}: lr = "auto" finds the distance of probes, too; leave rho out')
@@ -253,6 +258,6 @@ def _method(entry: Mapping[str, Any], top: _File) -> Method:
         method.queries_per_step  # noqa: B018
     except ExperimentError:
         raise
-    except (ForwardTuneError, TypeError) as error:
+    except (ForwardTuneError, TypeError, ValueError, ArithmeticError) as error:
         raise ExperimentError(f"{where}: {error}") from None
     return method
