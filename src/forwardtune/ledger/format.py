@@ -251,7 +251,8 @@ def _pack_examples(record: StepRecord) -> list[float]:
 
 def _unpack_examples(rest: Sequence[float], groups: int, taken: bool) -> list[tuple[LineRecord, ...]]:
     lines, probes = (int(number) for number in rest[:2])
-    _require(lines >= 0 and probes >= 0, f"{lines} lines with {probes} probes")
+    least = int(taken)
+    _require(lines >= least and probes >= least, f"{lines} lines with {probes} probes")
     rest = rest[2:]
     _require(len(rest) == groups * probes + lines * (probes + groups * taken), f"{len(rest)} numbers")
     offsets = [tuple(rest[g * probes : (g + 1) * probes]) for g in range(groups)]
