@@ -79,11 +79,11 @@ def changed(draw, documents):
         parent, key = places[draw(st.integers(0, len(places) - 1))]
         match draw(st.sampled_from(["replace", "replace", "replace", "remove", "add", "wrap", "exchange", "repeat"])):
             case "replace":
-                parent[key] = draw(VALUES)
+                parent[key] = deepcopy(draw(VALUES))
             case "remove" if parent is not root:
                 del parent[key]
             case "add" if isinstance(parent[key], dict):
-                parent[key][draw(st.text(max_size=4))] = draw(VALUES)
+                parent[key][draw(st.text(max_size=4))] = deepcopy(draw(VALUES))
             case "wrap":
                 parent[key] = [parent[key]]
             case "exchange":

@@ -293,7 +293,7 @@ def unpack(step: int, packed: bytes, header: Header) -> tuple[StepRecord, list[d
             settings.append({n: _like(group.settings[n], value) for n, value in zip(names, values, strict=True)})
         taken, raised = kind % NEW_STATE == TAKEN, kind % NEW_STATE == RAISED
         if not isinstance(directions, int):
-            examples = _unpack_examples(rest, groups, taken)
+            examples = checked(_unpack_examples(rest, groups, taken), header.reach)
             record = StepRecord.of(
                 step,
                 examples,
@@ -304,7 +304,7 @@ def unpack(step: int, packed: bytes, header: Header) -> tuple[StepRecord, list[d
                 by_example=True,
                 shared=bool(int(kind) & SHARED),
             )
-            return checked(record, header.reach), settings
+            return record, settings
         split = len(rest) - directions * groups if taken else len(rest)
         _require(split >= 0 and split % (2 + groups) == 0, f"{len(rest)} numbers")
         probes = [rest[i : i + 2 + groups] for i in range(0, split, 2 + groups)]
@@ -316,20 +316,20 @@ def unpack(step: int, packed: bytes, header: Header) -> tuple[StepRecord, list[d
             pairs = zip(offsets, targets[len(lines)], strict=True)
             lines.append(tuple(LineRecord(o, losses, t) for o, t in pairs))
         _require(len(lines) == directions or not taken, f"{len(lines)} of {directions} directions")
+        checked(lines, header.reach)
         record = StepRecord.of(step, lines, queries=counted, taken=taken, raised=raised, review=review)
-        checked(record, header.reach)
-    except (struct.error, ValueError, OverflowError, IndexError) as error:
+    except (struct.error, ValueError, ArithmeticError, IndexError) as error:
         complaint = f"step {step} of the ledger is invalid ({error}); get an undamaged copy of the file"
         raise LedgerError(complaint) from error
     return record, settings
 
 
-def checked(record: StepRecord, reach: float) -> StepRecord:
+def checked(lines: list[tuple[LineRecord, ...]], reach: float) -> list[tuple[LineRecord, ...]]:
     """Refuses offsets to which no run goes."""
-    for line in (line for groups in record.lines for line in groups):
+    for line in (line for groups in lines for line in groups):
         for t in (*line.offsets, line.t):
             _require(abs(t) <= reach, f"offset {t:g}")
-    return record
+    return lines
 
 
 def _like(example: Any, value: float) -> float:

@@ -282,7 +282,7 @@ class ExportedRun(RecordedRun):
     def record(self, step: int) -> StepRecord:
         index, groups = step - self.header.step, range(len(self.header.groups))
         try:
-            lines = []
+            lines: list[tuple[LineRecord, ...]] = []
             for d in range(self._lines):
                 visited = int(self._value(f"visited.{d}", index))
                 if visited > 0:
@@ -301,8 +301,8 @@ class ExportedRun(RecordedRun):
             shared = "shared" in self._columns and self._value("shared", index) == 1
             if taken and (not lines or (len(lines) < self._lines and not self._by_example)):
                 raise ValueError(f"{len(lines)} of {self._lines} directions")
-            record = StepRecord(step, tuple(lines), loss, queries, taken, raised, review, self._by_example, shared)
-            return checked(record, self.header.reach)
+            lines = checked(lines, self.header.reach)
+            return StepRecord(step, tuple(lines), loss, queries, taken, raised, review, self._by_example, shared)
         except (KeyError, ValueError, OverflowError) as error:
             complaint = f"step {step} of the ledger is invalid ({error}); get an undamaged copy of the file"
             raise LedgerError(complaint) from error
