@@ -215,6 +215,10 @@ def test_a_spec_is_read_without_making_its_steps(tmp_path):
     assert time.process_time() - start < 0.5
     assert parsed.methods[0].queries_per_step == 2 * 2**16
     assert specs.steps(parsed.workloads[0], parsed.methods[0], 10**400) == 10**400 // 2**17
+    start = time.process_time()
+    with pytest.raises(ExperimentError, match="two methods are called 'VS2P'; give each a label of its own"):
+        specs.parse(fuzz.as_toml({**spec, "methods": 2000 * spec["methods"]}).decode(), "test", tmp_path)
+    assert time.process_time() - start < 0.5
     spec["methods"][0]["directions"] += 1
     with pytest.raises(ExperimentError, match="direction must be an integer from 0 to 65535"):
         specs.parse(fuzz.as_toml(spec).decode(), "test", tmp_path)

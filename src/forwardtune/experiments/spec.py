@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import inspect
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +26,8 @@ from forwardtune.methods import METHODS
 from forwardtune.optimizer import LineSearch
 from forwardtune.tasks import IMAGES, TEXTS, ImageWorkload, TextWorkload, Workload, kind_of
 from forwardtune.toml_tables import build, is_name, one_of, value
+
+E = TypeVar("E")
 
 LEAST_AUTO = 60
 """Queries below which a rate cannot be found."""
@@ -178,16 +180,9 @@ def parse(text: str, name: str, folder: Path) -> Spec:
     common = {key: table.pop(key) for key in COMMON & table.keys()}
     top = build(_File, table, f"the spec {name!r}")
     one_of("decay", top.decay, DECAYS)
-    workloads = tuple(_workload(entry, common) for entry in top.workloads)
-    entries = [_method(entry, top) for entry in top.methods]
-    for what, names in (("workloads", [w.name for w in workloads]), ("methods", [m.label for m in entries])):
-        double = {n for n in names if names.count(n) > 1}
-        if double:
-            key = "a name" if what == "workloads" else "a label"
-            raise ExperimentError(f"two {what} are called {min(double)!r}; give each {key} of its own")
-    spec = Spec(
-        name, top.title, top.description.strip(), workloads, tuple(entries), top.decay, folder, text, top.rates_from
-    )
+    workloads = _apart("workloads", "a name", lambda w: w.name, (_workload(entry, common) for entry in top.workloads))
+    entries = _apart("methods", "a label", lambda m: m.label, (_method(entry, top) for entry in top.methods))
+    spec = Spec(name, top.title, top.description.strip(), workloads, entries, top.decay, folder, text, top.rates_from)
     if spec.rates_from:
         spec.workload(spec.rates_from)
     for workload in workloads:
@@ -195,6 +190,16 @@ def parse(text: str, name: str, folder: Path) -> Spec:
             for method in entries:
                 steps(workload, method, workload.queries)
     return spec
+
+
+def _apart(what: str, key: str, name: Callable[[E], str], entries: Iterable[E]) -> tuple[E, ...]:
+    """The entries, made one after the other until two have the same name."""
+    made: dict[str, E] = {}
+    for entry in entries:
+        if name(entry) in made:
+            raise ExperimentError(f"two {what} are called {name(entry)!r}; give each {key} of its own")
+        made[name(entry)] = entry
+    return tuple(made.values())
 
 
 def steps(workload: Workload, method: Method, queries: int) -> int:
