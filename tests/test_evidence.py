@@ -86,23 +86,21 @@ def changed(**changes):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (changed(id="0" * 16), "is not the run that its id says"),
-        (lambda table: json.dumps({**table, "run": {**table["run"], "seed": 7}}), "is not the run that its id says"),
-        (changed(schema=9), "has format 9, not 1"),
-        (changed(curve=None), "is not the result of a run"),
-        (changed(final={}), "is not the result of a run"),
-        (lambda table: json.dumps(table)[:-5], "is not the result of a run"),
-        (lambda table: "[" * 100_000, "is not the result of a run"),
-        (lambda table: "3", "is not the result of a run"),
+        (changed(id="0" * 16), " is not the run that its id says"),
+        (lambda table: json.dumps({**table, "run": {**table["run"], "seed": 7}}), " is not the run that its id says"),
+        (changed(schema=9), " has format 9, not 1"),
+        (changed(curve=None), ": curve must be a table, not None"),
+        (changed(final={}), ": final has no 'train_loss'"),
+        (lambda table: json.dumps(table)[:-5], " is not JSON"),
+        (lambda table: "[" * 100_000, " is not JSON .it is nested too deeply"),
+        (lambda table: "3", " is not the result of a run, but 3"),
     ],
 )
 def test_a_line_that_is_no_result_is_named(made, tmp_path, damage, message):
     lines = made[2].read_text().splitlines()
     lines[1] = damage(json.loads(lines[1]))
     (tmp_path / "bad.jsonl").write_text("\n".join(lines))
-    with pytest.raises(
-        ExperimentError, match=f"line 2 of .*bad.jsonl {message}.*; remove it, and the run will be made"
-    ):
+    with pytest.raises(ExperimentError, match=f"line 2 of .*bad.jsonl{message}.*; remove it, and the run will be made"):
         Evidence(tmp_path / "bad.jsonl")
 
 

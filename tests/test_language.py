@@ -226,11 +226,12 @@ def test_a_model_is_adapted_and_asked(home, monkeypatch, more):
     assert "On 40 test examples:\n" in card
     assert "text-generation" in card
     # What it answers is what was evaluated.
-    answers = [json.loads(line) for line in run("predict --model tuned --input texts.txt").splitlines()]
+    base = " --base model" if "adapter" in more else ""
+    answers = [json.loads(line) for line in run(f"predict --model tuned --input texts.txt{base}").splitlines()]
     tokens = sum(row["tokens"] for row in answers)
     mean = sum(row["tokens"] * math.log(row["perplexity"]) for row in answers) / tokens
     assert math.exp(mean) == pytest.approx(min(curve), rel=1e-5)
-    one = json.loads(run(f"predict --model tuned --text '{LINES[0]}'"))
+    one = json.loads(run(f"predict --model tuned --text '{LINES[0]}'{base}"))
     assert one["perplexity"] == pytest.approx(answers[0]["perplexity"], rel=1e-5)
     # The command on the card makes it once more.
     (command,) = re.findall(r"^forwardtune (replay .*)$", card, re.MULTILINE)

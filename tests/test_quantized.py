@@ -192,8 +192,8 @@ def test_a_folder_of_quantized_weights(home, kind):
     tiny.tokenizer().save_pretrained("packed")
     said = run("finetune --model packed --adapter lora --directions per-example", USUAL)
     assert "tunes 4,096 of 90,432 weights" in said
-    list(Tuned(home / "tuned").answers([("a film",)]))
-    run("replay --model tuned --out again")
+    list(Tuned(home / "tuned", base="packed").answers([("a film",)]))
+    run("replay --model tuned --base packed --out again")
     saved, again = (load_file(home / part / "adapter_model.safetensors") for part in ("tuned", "again"))
     assert all(torch.equal(saved[name], again[name]) for name in saved)
     other = {"int8": "nf4", "nf4": "int8", "torchao": "nf4"}[kind]
@@ -228,7 +228,8 @@ def test_a_gguf_file_is_unpacked_and_tuned(home, adapter):
     assert "tunes" in said
     assert ("(100.00%)" in said) == (adapter == "none")
     final = json.loads(next((home / "tuned" / "run" / "runs").glob("*.json")).read_text())["final"]
-    (answer,) = Tuned(home / "tuned").answers([("a warm film",)])
+    base = "model.gguf" if adapter != "none" else None
+    (answer,) = Tuned(home / "tuned", base=base).answers([("a warm film",)])
     assert answer.prediction in ("neg", "pos")
     assert 0 <= final["accuracy"] <= 1
     run("replay --model tuned --base model.gguf --out again")

@@ -316,7 +316,7 @@ def test_a_store_of_another_version(tmp_path):
     file = next(store.runs.glob("*.json"))
     result = json.loads(file.read_text())
     file.write_text(json.dumps({**result, "schema": 0}))
-    with pytest.raises(ExperimentError, match="is not a result of this version"):
+    with pytest.raises(ExperimentError, match=r"has format 0, not 1; move it away to run it again"):
         store.result(file.stem)
     file.write_text("{")
     with pytest.raises(ExperimentError, match=r"cannot be read .*; move it away"):

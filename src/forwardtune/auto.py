@@ -40,6 +40,7 @@ from typing import Any
 
 from forwardtune.arguments import Directions
 from forwardtune.line import Trail
+from forwardtune.noise.types import COMMON
 from forwardtune.record import Decision, Review, StepRecord
 from forwardtune.search import Memory, Search
 
@@ -99,6 +100,52 @@ def start(directions: Directions = 1) -> Auto:
         "asked": 0,
         "trial": (0.0, 0, 0.0, 0.0, 0.0) if directions == "auto" else None,
     }
+
+
+def is_plain(value: Any, *kinds: type) -> bool:
+    """Whether it is None, true or false, a number that a float can hold, or of other kinds; of a tuple all entries."""
+    if isinstance(value, tuple):
+        return tuple in kinds and all(is_plain(entry, *kinds) for entry in value)
+    is_number = isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1000)
+    return value is None or is_number or isinstance(value, kinds)
+
+
+def is_state(auto: Any, groups: int, reach: float) -> bool:
+    """Whether this, which may come from anyone, is the state of a run over so many groups; see `start`."""
+
+    def numbers(values: Any, count: int | None = None) -> bool:
+        right = isinstance(values, tuple) and all(isinstance(value, int | float) for value in values)
+        return right and is_plain(values, tuple) and count in (None, len(values))
+
+    def counts(*values: Any) -> bool:
+        return all(type(value) is int and 0 <= value < 2**53 for value in values)
+
+    if not isinstance(auto, dict) or auto.keys() != start().keys() or not isinstance(auto["trail"], tuple):
+        return False
+    surveyed, ceiling, trial = auto["surveyed"], auto["ceiling"], auto["trial"]
+    return (
+        numbers((auto["r"], auto["slope"]))
+        and 0 < auto["r"] < math.inf
+        and 0 <= auto["slope"] < math.inf
+        and (surveyed is None or (isinstance(surveyed, tuple) and all(numbers(pair, 2) for pair in surveyed)))
+        and (ceiling is None or numbers((ceiling,)))
+        and counts(auto["reviews"], auto["since"], auto["asked"])
+        and numbers(auto["sizes"])
+        and numbers(auto["losses"])
+        and numbers(auto["agreement"], 2)
+        and isinstance(auto["by_example"], bool)
+        and isinstance(auto["shared"], bool)
+        and (trial is None or numbers(trial, 5))
+        and all(
+            isinstance(entry, tuple)
+            and len(entry) in (2, 3)
+            and counts(entry[0])
+            and isinstance(entry[1], tuple)
+            and all(numbers(own, groups) and all(abs(t) <= reach for t in own) for own in entry[1])
+            and (len(entry) == 2 or (type(entry[2]) is int and COMMON <= entry[2] < 2**16))
+            for entry in auto["trail"]
+        )
+    )
 
 
 def survey(memory: Memory, *, r: float) -> Search:

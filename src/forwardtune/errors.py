@@ -7,9 +7,28 @@ import warnings
 from collections.abc import Callable
 from types import FrameType
 
+LONGEST = 2000
+"""Characters of a message, most of which would be something in a file."""
+
+
+def printable(text: str) -> str:
+    """A text with a question mark for each character that a terminal might obey; see `docs/security.md`.
+
+    >>> printable("a film\x1b[2J")
+    'a film?[2J'
+    """
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
 
 class ForwardTuneError(Exception):
-    """Base class of everything forwardtune raises on purpose."""
+    """Base class of everything forwardtune raises on purpose.
+
+    What a message quotes from a file is printable, and no longer than a message should be.
+    """
+
+    def __str__(self) -> str:
+        text = printable(super().__str__())
+        return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
 
 
 class InvalidArgumentError(ForwardTuneError, ValueError):
@@ -51,7 +70,7 @@ def warn(text: str, category: type[Warning] = RuntimeWarning) -> None:
     level = 2
     while frame and frame.f_globals.get("__name__", "").split(".")[0] in INTERNAL:
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, category, stacklevel=level)
+    warnings.warn(printable(text), category, stacklevel=level)
 
 
 def warn_deprecated(old: str, new: str) -> None:

@@ -1,4 +1,4 @@
-"""Files that exist whole or not at all, and locks that end with their process.
+"""Files that exist whole or not at all, and locks that end with their process; JSON from anyone.
 
 What is made is named by the `OSError` that says why it cannot be, which `translated` turns into an error of the
 caller's own.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,9 @@ from forwardtune.errors import ForwardTuneError
 
 Make = Callable[[Path], object]
 """Writes a file at the given path."""
+
+DEEPEST = 30
+"""How deeply the lists and tables of a file may be nested."""
 
 
 def temporary(path: Path) -> Path:
@@ -110,6 +114,39 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a text in JSON says; anything wrong with it is a `ValueError`."""
+    try:
+        content = json.loads(text, object_pairs_hook=_table)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    check_depth(content)
+    return content
+
+
+def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        name = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"it has {name!r} twice in one object")
+    return table
+
+
+def check_depth(content: Any) -> None:
+    """Refuses lists and tables that are nested more deeply than any of ours, by which recursive code might fail."""
+    level = [content]
+    for _ in range(DEEPEST):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return
+    raise ValueError("it is nested too deeply")
 
 
 def sync_file(path: Path) -> None:

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
 from forwardtune._compat import check_transformers
-from forwardtune.cli.options import command
+from forwardtune.cli.options import Console, command
 from forwardtune.errors import ExperimentError
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from forwardtune.cli.options import (
     Board,
+    Console,
     Data,
     Device,
     Download,
@@ -36,7 +36,7 @@ from forwardtune.cli.options import (
     listener_for,
     spec_of,
 )
-from forwardtune.errors import ExperimentError
+from forwardtune.errors import ExperimentError, printable
 from forwardtune.files import translated, write_text
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def report(
                 "`forwardtune sweep` with the same arguments shows one again"
             )
         raise ExperimentError(f"{folder} has no spec.toml; `forwardtune compare` writes it there")
-    chosen = specs.parse(store.spec_file.read_text("utf-8"), folder.resolve().name, folder)
+    chosen = specs.parse(specs.read_text(store.spec_file), folder.resolve().name, folder)
     scores = score(chosen, store)
     page = reports.write(scores, folder)
     _tell_outcome(scores, page, store)
@@ -207,7 +207,7 @@ def reproduction(
 
     text = {Page.paper: page, Page.rates: rates_page}[about](folder)
     if out is None:
-        print(text)
+        print(printable(text))
     else:
         with translated(ExperimentError, f"{out} cannot be written"):
             write_text(out, text)

@@ -36,6 +36,12 @@ METHODS_HERE = ("VS2P", "MeZO", "STP")
 """Those that find their rate while training."""
 
 
+Base = Annotated[
+    str | None, typer.Option(help="The model that was tuned: its folder, GGUF file or name.", show_default=False)
+]
+HubDownload = Annotated[bool, typer.Option("--download", help="Allow downloads from the Hub.")]
+
+
 def finetune(
     model: Annotated[
         str, typer.Option(help="Folder or GGUF file of the model, or with --download its name on the hub.")
@@ -119,7 +125,7 @@ def finetune(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64, int8 or nf4.")] = "float32",
     out: Annotated[Path, typer.Option(help="Folder of the result.")] = Path("tuned"),
     ledger: Annotated[Path | None, typer.Option(help="Also copy the ledger there.", show_default=False)] = None,
-    download: Annotated[bool, typer.Option("--download", help="Allow downloads from the Hub.")] = False,
+    download: HubDownload = False,
     device: Device = None,
     threads: Annotated[
         int | None,
@@ -238,7 +244,8 @@ def finetune(
         return
     for line, style in outcome(result, kept, by.queries_per_step):
         console.print(line, markup=False, style=style)
-    console.print(f"saved: {out}\ntry it: forwardtune predict --model {out} --text '...'", markup=False)
+    named = f" --base {model}" if adapter != "none" else ""
+    console.print(f"saved: {out}\ntry it: forwardtune predict --model {out}{named} --text '...'", markup=False)
 
 
 def predict(
@@ -250,6 +257,8 @@ def predict(
     out: Annotated[
         Path | None, typer.Option(help="Where to write, .csv or .jsonl.", show_default="standard output")
     ] = None,
+    base: Base = None,
+    download: HubDownload = False,
     device: Device = None,
 ) -> None:
     """Predict with a tuned model.
@@ -268,7 +277,7 @@ def predict(
     from forwardtune.tasks.texts.workload import LM
 
     examples = rows(input) if input else []
-    tuned = Tuned(model, Machine.choose(device, workers=1).device)
+    tuned = Tuned(model, Machine.choose(device, workers=1).device, base, download=download)
     columns = tuned.settings.columns
     if text:
         if len(text) != len(columns):
@@ -295,10 +304,8 @@ def predict(
 def replay(
     model: Annotated[Path, typer.Option(help="A folder that `forwardtune finetune` made.")],
     out: Annotated[Path, typer.Option(help="Folder to write the tuned model to.")],
-    base: Annotated[
-        str | None,
-        typer.Option(help="The model that was tuned: its folder or name.", show_default="of an adapter where it was"),
-    ] = None,
+    base: Base = None,
+    download: HubDownload = False,
 ) -> None:
     """Reproduce a tuned model from its base and its ledger.
 
@@ -308,7 +315,7 @@ def replay(
     from forwardtune.finetuning.tuned import replayed
 
     with notes():
-        replayed(model, base, out)
+        replayed(model, base, out, download=download)
     console.print(f"wrote {out}", markup=False)
 
 
@@ -349,7 +356,10 @@ def _check_positive(flag: str, value: float | None) -> None:
 
 
 def _jsonl(answers: list[dict[str, Any]]) -> str:
-    return "".join(json_lines.dumps(row, ensure_ascii=False) + "\n" for row in answers)
+    """A line for each, with escapes for what a terminal might obey."""
+    lines = (json_lines.dumps(row, ensure_ascii=False) for row in answers)
+    escaped = ("".join(c if c.isprintable() else json_lines.dumps(c)[1:-1] for c in line) for line in lines)
+    return "".join(line + "\n" for line in escaped)
 
 
 def register(app: typer.Typer) -> None:

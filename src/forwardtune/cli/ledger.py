@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 import forwardtune as ft
-from forwardtune.cli.options import command, notes
+from forwardtune.cli.options import Console, command, notes
 
 app = typer.Typer(help="Show, verify, replay, export and compare recorded runs.", no_args_is_help=True)
 
@@ -166,8 +165,8 @@ def _number(value: float) -> str:
 
 
 def _clean(text: str) -> Text:
-    """Text from a file, without markup and with a question mark for each character that cannot be printed."""
-    return Text("".join(c if c.isprintable() else "?" for c in text))
+    """Text from a file, without markup."""
+    return Text(text)
 
 
 def _count(number: int, what: str) -> str:

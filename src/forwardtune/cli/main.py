@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 import typer
-from rich.console import Console
 
 from forwardtune.cli import doctor, experiments, finetune, sweep
 from forwardtune.cli.ledger import app as ledger
+from forwardtune.cli.options import Console
 from forwardtune.errors import ForwardTuneError
 
 app = typer.Typer(

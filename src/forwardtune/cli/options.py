@@ -11,14 +11,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
-from rich.console import Console
+from rich.console import Console as RichConsole
+from rich.console import ConsoleOptions, RenderableType
+from rich.segment import Segment
 from typer.models import OptionInfo
 
-from forwardtune.errors import ExperimentError
+from forwardtune.errors import ExperimentError, printable
 
 if TYPE_CHECKING:
     from forwardtune.cli.progress import Listener
     from forwardtune.experiments.spec import Spec
+
+
+class Console(RichConsole):
+    """Whatever is shown, what it quotes from files cannot be obeyed by the terminal."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
 
 console = Console(highlight=False, soft_wrap=True)
 

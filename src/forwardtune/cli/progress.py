@@ -9,11 +9,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
+from forwardtune.cli.options import Console
 from forwardtune.cli.remaining import Remaining, clock_time
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments.events import (

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from forwardtune.cli.options import (
+    Console,
     Data,
     Device,
     Download,

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from forwardtune.errors import ExperimentError
-from forwardtune.experiments.result import Curve, Evaluation, Json
-from forwardtune.files import translated, write_text
+from forwardtune.experiments.result import Curve, Evaluation
+from forwardtune.files import parse_json, translated, write_text
+from forwardtune.toml_tables import build, value
+
+
+@dataclass(frozen=True)
+class Session:
+    """A process that took up the run: when, and from which base."""
+
+    session: str
+    base: str
 
 
 class EvaluationLog:
@@ -17,13 +29,13 @@ class EvaluationLog:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.at: dict[int, Evaluation] = {}
-        self._sessions: list[Json] = []
+        self._sessions: list[Session] = []
 
     def begin(self, step: int, base: str) -> None:
         """A process takes up the run at a step, from the base that it began with."""
         self.read(step, base)
-        self._sessions.append({"session": datetime.now(UTC).isoformat(timespec="seconds"), "base": base})
-        entries = [*self._sessions, *(evaluation.to_json() for evaluation in self.at.values())]
+        self._sessions.append(Session(datetime.now(UTC).isoformat(timespec="seconds"), base))
+        entries = [*map(asdict, self._sessions), *(evaluation.to_json() for evaluation in self.at.values())]
         with translated(ExperimentError, f"{self.file} cannot be written"):
             write_text(self.file, "".join(json.dumps(entry) + "\n" for entry in entries))
 
@@ -31,14 +43,14 @@ class EvaluationLog:
         """What the file has up to a step; refuses that of a run which was begun from another base."""
         for line in self.file.read_text("utf-8", "replace").splitlines() if self.file.exists() else ():
             try:
-                entry = json.loads(line)
+                entry = value(Mapping[str, Any], parse_json(line), "a line")
                 if "session" in entry:
-                    self._sessions.append(entry)
-                elif (evaluation := Evaluation.from_json(entry)).step <= step:
+                    self._sessions.append(build(Session, entry, "a line"))
+                elif (evaluation := Evaluation.from_json(entry, "a line")).step <= step:
                     self.at[evaluation.step] = evaluation
-            except (ValueError, TypeError, KeyError):  # the last line, which was being written
+            except (ValueError, ExperimentError):  # the last line, which was being written
                 break
-        if self._sessions and self._sessions[0]["base"] != base:
+        if self._sessions and self._sessions[0].base != base:
             raise ExperimentError(
                 f"the run of {self.file} was begun on other data or weights; resume it with those, or choose another "
                 "folder"
@@ -76,4 +88,4 @@ class EvaluationLog:
 
     @property
     def started(self) -> str:
-        return str(self._sessions[0]["session"])
+        return self._sessions[0].session

@@ -20,9 +20,8 @@ from pathlib import Path
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments.plan import Run
 from forwardtune.experiments.result import RunResult, Trace
-from forwardtune.experiments.store import SCHEMA, Store
-from forwardtune.files import replace_file, translated, write_text
-from forwardtune.tasks.identity import fingerprint
+from forwardtune.experiments.store import SCHEMA, Store, result_in
+from forwardtune.files import parse_json, replace_file, translated, write_text
 
 LARGEST = 1_000_000
 """Bytes up to which the file of a base is kept."""
@@ -36,8 +35,10 @@ class Evidence:
         self._results: dict[str, RunResult] = {}
         if not file.exists():
             return
-        with translated(ExperimentError, f"{file} cannot be read"):
+        try:
             lines = file.read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ExperimentError(f"{file} cannot be read ({error})") from None
         for number, line in enumerate(lines, 1):
             result = _parse(line, f"line {number} of {file}")
             self._results[result.id] = result
@@ -88,13 +89,8 @@ def _line(result: RunResult) -> str:
 def _parse(line: str, where: str) -> RunResult:
     remedy = "remove it, and the run will be made again"
     try:
-        table = json.loads(line)
-        if table["schema"] != SCHEMA:
-            raise ExperimentError(f"{where} has format {table['schema']!r}, not {SCHEMA}; {remedy}")
-        if fingerprint(table["run"]) != table["id"]:
-            raise ExperimentError(f"{where} is not the run that its id says; {remedy}")
-        return RunResult.from_json(table)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        return result_in(parse_json(line), where)
+    except (ValueError, ExperimentError) as error:
         raise ExperimentError(
-            f"{where} is not the result of a run ({type(error).__name__}: {error}); {remedy}"
+            f"{error if isinstance(error, ExperimentError) else f'{where} is not JSON ({error})'}; {remedy}"
         ) from None

@@ -9,16 +9,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from statistics import fmean
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
+from forwardtune.errors import ExperimentError
 from forwardtune.metrics import shown, unit
 from forwardtune.record import StepRecord
+from forwardtune.tasks.identity import fingerprint
 from forwardtune.tasks.task import DataFacts, Scores
+from forwardtune.toml_tables import build, one_of, value
 
 Rate = float | Literal["auto"]
 Json = dict[str, Any]
 """A JSON object: what is read from a file or about to be written, and nothing else."""
-T = TypeVar("T")
 
 POINTS = 100
 """Of a trace, at most."""
@@ -41,9 +43,9 @@ class Evaluation:
         return {"step": self.step, "queries": self.queries, "seconds": self.seconds, **scores_to_json(self.scores)}
 
     @staticmethod
-    def from_json(table: Json) -> Evaluation:
-        rest = {name: value for name, value in table.items() if name not in ("step", "queries", "seconds")}
-        return Evaluation(int(table["step"]), int(table["queries"]), float(table["seconds"]), scores_from_json(rest))
+    def from_json(table: Json, where: str) -> Evaluation:
+        rest = {name: number for name, number in table.items() if name not in ("step", "queries", "seconds")}
+        return build(Evaluation, {**table, "scores": scores_from_json(rest, where)}, where, strict=False)
 
 
 def scores_to_json(scores: Scores) -> Json:
@@ -51,8 +53,12 @@ def scores_to_json(scores: Scores) -> Json:
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
-def scores_from_json(table: Json) -> Scores:
-    numbers = {name: math.nan if value is None else float(value) for name, value in table.items()}
+def scores_from_json(table: Json, where: str) -> Scores:
+    known = value(Mapping[str, float | None], table, where)
+    numbers = {name: math.nan if number is None else number for name, number in known.items()}
+    for name in ("train_loss", "test_loss"):
+        if name not in numbers:
+            raise ExperimentError(f"{where} has no {name!r}")
     return Scores(numbers.pop("train_loss"), numbers.pop("test_loss"), numbers)
 
 
@@ -74,11 +80,12 @@ class Curve:
         return {"queries": list(self.queries), **{name: [row[name] for row in rows] for name in rows[0]}}
 
     @staticmethod
-    def from_json(table: Json) -> Curve:
-        names = [name for name in table if name != "queries"]
-        rows = zip(*(table[name] for name in names), strict=True)
-        scores = tuple(scores_from_json(dict(zip(names, row, strict=True))) for row in rows)
-        return Curve(tuple(map(int, table["queries"])), scores)
+    def from_json(table: Json, where: str) -> Curve:
+        columns = value(Mapping[str, tuple[float | None, ...]], table, where)
+        queries = value(tuple[int, ...], table.get("queries"), f"{where}: queries")
+        _check_lengths(columns, where)
+        rows = [{name: column[i] for name, column in columns.items() if name != "queries"} for i in range(len(queries))]
+        return Curve(queries, tuple(scores_from_json(row, where) for row in rows))
 
 
 @dataclass(frozen=True)
@@ -99,8 +106,15 @@ class Trace:
         return {name: column for name, column in columns.items() if column or name == "queries"}
 
     @staticmethod
-    def from_json(table: Json) -> Trace:
-        return Trace(**{name: tuple(column) for name, column in table.items()})
+    def from_json(table: Json, where: str) -> Trace:
+        trace = build(Trace, table, where, strict=False)
+        _check_lengths({name: column for name, column in trace.to_json().items() if column}, where)
+        return trace
+
+
+def _check_lengths(columns: Mapping[str, Sequence[object]], where: str) -> None:
+    if len(set(map(len, columns.values()))) > 1:
+        raise ExperimentError(f"{where} has columns of different lengths")
 
 
 class Tracer:
@@ -258,32 +272,24 @@ class RunResult:
         return {**self.summary(), "curve": self.curve.to_json(), "trace": self.trace.to_json()}
 
     @staticmethod
-    def from_json(table: Json) -> RunResult:
-        """Older results lack `metrics`, `plateaus`, `agreement` or `lines`, which then are what they always were."""
-        given = {entry.name: table[entry.name] for entry in fields(RunResult) if entry.name in table}
-        circumstances = given["circumstances"]
-        typed = {
-            "run": _known(Description, given["run"]),
-            "final": scores_from_json(given["final"]),
-            "curve": Curve.from_json(given["curve"]),
-            "trace": Trace.from_json(given["trace"]),
-            "data": _known(DataFacts, given["data"]),
-            "base": _known(Base, given["base"]),
-            "code": _known(Code, given["code"]),
-            "circumstances": _known(Circumstances, {**circumstances, "host": _known(Host, circumstances["host"])}),
-        }
-        if "metrics" in given:
-            typed["metrics"] = tuple(given["metrics"])
-        return RunResult(**{**given, **typed})
+    def from_json(table: Json, where: str = "the result") -> RunResult:
+        """Older results lack `metrics`, `plateaus`, `agreement` or `lines`, which then are what they always were.
+
+        Anything in the table that no result has is an `ExperimentError`.
+        """
+        kinds = {"final": scores_from_json, "curve": Curve.from_json, "trace": Trace.from_json}
+        columns = {name: read(table[name], f"{where}: {name}") for name, read in kinds.items() if name in table}
+        result = build(RunResult, {**table, **columns}, where, strict=False)
+        one_of(f"{where}: status", result.status, ("finished", "diverged"))
+        for scores in (result.final, *result.curve.scores):
+            if not scores.metrics.keys() >= set(result.metrics):
+                raise ExperimentError(f"{where} has no {' or '.join(result.metrics)} among its scores")
+        if fingerprint(table["run"]) != result.id:
+            raise ExperimentError(f"{where} is not the run that its id says")
+        return result
 
 
 class Results(Protocol):
     """Where results are: a store, or evidence."""
 
     def result(self, run_id: str) -> RunResult | None: ...
-
-
-def _known(kind: type[T], table: Json) -> T:
-    """The dataclass with what the table has of its fields."""
-    names = {entry.name for entry in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in table.items() if name in names})

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import inspect
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,10 +21,13 @@ from forwardtune.arguments import Params, probe_distance
 from forwardtune.auto import REVIEW_QUERIES, SURVEY_QUERIES
 from forwardtune.errors import ExperimentError, ForwardTuneError
 from forwardtune.experiments.result import Rate
+from forwardtune.files import check_depth
 from forwardtune.methods import METHODS
 from forwardtune.optimizer import LineSearch
 from forwardtune.tasks import IMAGES, TEXTS, ImageWorkload, TextWorkload, Workload, kind_of
 from forwardtune.toml_tables import build, is_name, one_of, value
+
+E = TypeVar("E")
 
 LEAST_AUTO = 60
 """Queries below which a rate cannot be found."""
@@ -66,19 +69,18 @@ class Method:
 
     @cached_property
     def queries_per_step(self) -> int:
-        """Counted in a step along a line of one weight, which also shows whether the settings are valid.
+        """Counted in a step along one line of one weight; every direction has a line.
 
-        With a rate that is found while training some steps use a few more.
+        With a rate that is found while training some steps use a few more. Settings that are not valid raise an error.
         """
-        if self.is_auto:
-            self.optimizer([torch.zeros(1)], "auto")
+        self.optimizer([torch.zeros(1)], "auto" if self.is_auto else 1e-3)
         with torch.random.fork_rng(devices=[]):
             layer, calls = torch.nn.Linear(1, 1, bias=False), count(1.0)
-        found = {"directions": 1} if self.is_auto and self.settings["directions"] == "auto" else {}
-        method = replace(self, settings={**self.settings, **found})
+        own_lines = self.settings["directions"] == "per-example"
+        method = self if own_lines else replace(self, settings={**self.settings, "directions": 1})
         optimizer = method.optimizer(layer.parameters(), 1e-3, backend="reference")
         optimizer.step(lambda: layer(torch.zeros(1, 1))[0].detach() + next(calls))
-        return optimizer.queries
+        return optimizer.queries * self._directions
 
     @property
     def most_queries(self) -> int:
@@ -154,36 +156,33 @@ COMMON = KEYS - {"name", "data", "pretrain"}
 def load(path: Path | str) -> Spec:
     """The spec in a file, named after it."""
     path = Path(path)
+    return parse(read_text(path), path.stem, path.parent)
+
+
+def read_text(path: Path) -> str:
     try:
-        text = path.read_text("utf-8")
+        return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ExperimentError(
             f"the spec {path} cannot be read ({error}); `forwardtune presets` lists those that ship"
         ) from None
-    return parse(text, path.stem, path.parent)
 
 
 def parse(text: str, name: str, folder: Path) -> Spec:
     """The spec in a text; paths in it are relative to the folder."""
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        check_depth(table)
+    except (ValueError, RecursionError) as error:
         raise ExperimentError(f"the spec {name!r} is not TOML: {error}") from None
     for key in table:
         one_of(f"the spec {name!r}: the key", key, [*(field.name for field in fields(_File)), *sorted(COMMON)])
     common = {key: table.pop(key) for key in COMMON & table.keys()}
     top = build(_File, table, f"the spec {name!r}")
     one_of("decay", top.decay, DECAYS)
-    workloads = tuple(_workload(entry, common) for entry in top.workloads)
-    entries = [_method(entry, top) for entry in top.methods]
-    for what, names in (("workloads", [w.name for w in workloads]), ("methods", [m.label for m in entries])):
-        double = {n for n in names if names.count(n) > 1}
-        if double:
-            key = "a name" if what == "workloads" else "a label"
-            raise ExperimentError(f"two {what} are called {min(double)!r}; give each {key} of its own")
-    spec = Spec(
-        name, top.title, top.description.strip(), workloads, tuple(entries), top.decay, folder, text, top.rates_from
-    )
+    workloads = _apart("workloads", "a name", lambda w: w.name, (_workload(entry, common) for entry in top.workloads))
+    entries = _apart("methods", "a label", lambda m: m.label, (_method(entry, top) for entry in top.methods))
+    spec = Spec(name, top.title, top.description.strip(), workloads, entries, top.decay, folder, text, top.rates_from)
     if spec.rates_from:
         spec.workload(spec.rates_from)
     for workload in workloads:
@@ -191,6 +190,16 @@ def parse(text: str, name: str, folder: Path) -> Spec:
             for method in entries:
                 steps(workload, method, workload.queries)
     return spec
+
+
+def _apart(what: str, key: str, name: Callable[[E], str], entries: Iterable[E]) -> tuple[E, ...]:
+    """The entries, made one after the other until two have the same name."""
+    made: dict[str, E] = {}
+    for entry in entries:
+        if name(entry) in made:
+            raise ExperimentError(f"two {what} are called {name(entry)!r}; give each {key} of its own")
+        made[name(entry)] = entry
+    return tuple(made.values())
 
 
 def steps(workload: Workload, method: Method, queries: int) -> int:
@@ -232,7 +241,8 @@ def _method(entry: Mapping[str, Any], top: _File) -> Method:
             raise ExperimentError(f"{where} has no {key!r}; give it")
     one_of("method", value(str, known["method"], where), METHODS)
     is_auto = known["lr"] == "auto"
-    if not is_auto and isinstance(known["lr"], str):
+    rates = known["lr"] if isinstance(known["lr"], list) else [known["lr"]]
+    if not is_auto and any(isinstance(lr, str) for lr in rates):
         raise ExperimentError(f'{where}: lr must be a list of rates, or "auto", not {known["lr"]!r}')
     if is_auto and "rho" in entry:
         raise ExperimentError(f'{where}: lr = "auto" finds the distance of probes, too; leave rho out')
@@ -253,6 +263,6 @@ def _method(entry: Mapping[str, Any], top: _File) -> Method:
         method.queries_per_step  # noqa: B018
     except ExperimentError:
         raise
-    except (ForwardTuneError, TypeError) as error:
+    except (ForwardTuneError, TypeError, ValueError, ArithmeticError) as error:
         raise ExperimentError(f"{where}: {error}") from None
     return method

@@ -11,14 +11,14 @@ bases/ID.safetensors  the weights that runs of a workload start from
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments.result import Json, RunResult
-from forwardtune.files import lock, translated, write_json
+from forwardtune.files import lock, parse_json, translated, write_json
 
 SCHEMA = 1
 
@@ -69,11 +69,12 @@ class Store:
             return None
         table = read_json(file)
         try:
-            if table["schema"] == SCHEMA and table["id"] == run_id:
-                return RunResult.from_json(table)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            pass
-        raise ExperimentError(f"{file} is not a result of this version of forwardtune; move it away to run it again")
+            result = result_in(table, str(file))
+            if result.id != run_id:
+                raise ExperimentError(f"{file} is the result of another run")
+        except ExperimentError as error:
+            raise ExperimentError(f"{error}; move it away to run it again") from None
+        return result
 
     def save(self, result: RunResult) -> None:
         file = self.runs / f"{result.id}.json"
@@ -101,6 +102,15 @@ class Store:
         return self.folder / "spec.toml"
 
 
+def result_in(table: Any, where: str) -> RunResult:
+    """The result that a table from JSON is, after all checks."""
+    if not isinstance(table, dict):
+        raise ExperimentError(f"{where} is not the result of a run, but {table!r}")
+    if table.get("schema") != SCHEMA:
+        raise ExperimentError(f"{where} has format {table.get('schema')!r}, not {SCHEMA}")
+    return RunResult.from_json(table, where)
+
+
 def _is_beginning(file: Path) -> bool:
     """Whether a file is what a process left that was killed while it made the store."""
     return file.name.startswith(".store.json.") and file.name.endswith(".new")
@@ -108,7 +118,7 @@ def _is_beginning(file: Path) -> bool:
 
 def read_json(file: Path) -> Json:
     try:
-        content = json.loads(file.read_text("utf-8"))
+        content = parse_json(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ExperimentError(f"{file} cannot be read ({error}); move it away to have it made again") from None
     if not isinstance(content, dict):

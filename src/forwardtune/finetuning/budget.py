@@ -15,6 +15,7 @@ from forwardtune.experiments.store import read_json
 from forwardtune.files import translated, write_json
 from forwardtune.finetuning.pace import Pace
 from forwardtune.tasks.identity import fingerprint
+from forwardtune.toml_tables import build
 
 EVALUATIONS = 10
 """Of a run, unless a number is given; fewer if they would take more than SHARE of the time that it has."""
@@ -47,8 +48,8 @@ class Budget:
     @staticmethod
     def from_json(table: Json) -> Budget:
         pace = table["pace"]
-        tried = {int(number): float(seconds) for number, seconds in pace["tried"].items()}
-        return Budget(**{**table, "pace": Pace(**{**pace, "tried": tried})})
+        tried = {int(number): seconds for number, seconds in pace["tried"].items()}
+        return build(Budget, {**table, "pace": {**pace, "tried": tried}}, "the budget")
 
 
 def fitted(run: Run, pace: Pace, minutes: float, seconds: float, evaluations: int | None) -> Budget:
@@ -82,7 +83,7 @@ class BudgetFile:
             return None
         try:
             return Budget.from_json(read_json(self.path))
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError, ExperimentError):
             raise ExperimentError(f"{self.path} is not a budget of forwardtune; move it away to plan anew") from None
 
     def write(self, budget: Budget) -> None:

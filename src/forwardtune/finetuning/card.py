@@ -35,6 +35,7 @@ def card(run: Run, task: TextTask, result: RunResult, kept: Kept) -> str:
     selected = "" if kept.is_last else selected
     percent = f" ({unit(result.metric)})" if unit(result.metric) else ""
     is_language = workload.setup == LM
+    named = f" --base {shlex.quote(_base(task))}"
     return f"""---
 library_name: {"peft" if workload.adapter != "none" else "transformers"}
 base_model: {json.dumps(workload.weights)}
@@ -55,13 +56,13 @@ On {examples:,} test examples{percent}:
 {_asked(task)}
 
 ```
-forwardtune predict --model . --text "..."
+forwardtune predict --model .{named if workload.adapter != "none" else ""} --text "..."
 ```
 
 `run.ledger` is the run: `forwardtune ledger show run.ledger` tells of its steps. The weights that it started from and
 this file give the weights here, bit for bit:
 
-{code_block(f"forwardtune replay --model . --base {shlex.quote(_base(task))} --out again")}
+{code_block(f"forwardtune replay --model .{named} --out again")}
 """
 
 

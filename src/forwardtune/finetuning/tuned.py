@@ -27,20 +27,24 @@ from forwardtune.experiments.result import Json
 from forwardtune.experiments.store import read_json
 from forwardtune.files import give_usual_mode, temporary, translated
 from forwardtune.metrics import perplexity
+from forwardtune.tasks import Sources
 from forwardtune.tasks.texts.data import Text
 from forwardtune.tasks.texts.models import PretrainedModel, quiet
 from forwardtune.tasks.texts.setups import Language, score_between
 from forwardtune.tasks.texts.task import CHUNK
+from forwardtune.tasks.texts.workload import ADAPTERS, DTYPES, SETUPS
+from forwardtune.toml_tables import at_least, build, one_of
 
 SETTINGS, LEDGER, NEW = "forwardtune.json", "run.ledger", "base.safetensors"
-FORMAT = 1
+FORMAT = 2
+"""Of the settings. In format 1 a head had a template, too, which nothing was put into."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """How a text is put to a tuned model.
 
-    model: where the base of an adapter is; empty if the folder holds the whole model.
+    model: where the base of an adapter was; empty if the folder holds the whole model.
     columns, classes: of an example; without classes the answer is a score from `low` to `high`.
     """
 
@@ -51,17 +55,21 @@ class Settings:
     pad_token: str
     max_length: int
     template: str
-    words: tuple[str, ...]
     columns: tuple[str, ...]
-    classes: tuple[str, ...]
     low: float
     high: float
+    words: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
 
-    @staticmethod
-    def from_json(table: Json) -> Settings:
-        values: Json = {field.name: table[field.name] for field in fields(Settings)}
-        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return Settings(**{**values, **lists})
+    def __post_init__(self) -> None:
+        one_of("setup", self.setup, SETUPS)
+        one_of("adapter", self.adapter, ADAPTERS)
+        one_of("dtype", self.dtype, DTYPES)
+        at_least(1, max_length=self.max_length)
+        if len(self.columns) > 2:
+            raise ExperimentError(f"an example has one text or two, not {len(self.columns)}")
+        if self.classes and len(self.words) != len(self.classes):
+            raise ExperimentError(f"there are {len(self.words)} words for {len(self.classes)} classes")
 
 
 @dataclass(frozen=True)
@@ -82,12 +90,12 @@ class Answer:
 class Tuned:
     """A model from the folder that `finetune` made, ready to answer."""
 
-    def __init__(self, folder: Path, device: str = "cpu") -> None:
-        self.settings = settings = _read(folder)
-        path = Path(settings.model) if settings.adapter != "none" else folder
-        if path.is_absolute() and not path.exists():
-            raise ExperimentError(f"the base model of this adapter is not at {path} any more; put it back there")
-        self._language = PretrainedModel(str(path), settings.setup, "none", settings.dtype, settings.pad_token)
+    def __init__(self, folder: Path, device: str = "cpu", base: str | None = None, *, download: bool = False) -> None:
+        self.settings = settings = read_settings(folder)
+        if settings.adapter == "none" and base:
+            raise ExperimentError(f"{folder} holds a whole model, which needs no base; leave --base out")
+        path = str(folder) if settings.adapter == "none" else _base(folder, settings, base, download)
+        self._language = PretrainedModel(path, settings.setup, "none", settings.dtype, settings.pad_token)
         self._language.check_size(torch.device(device))
         self._setup = self._language.setup(settings.columns, settings.template, settings.words, settings.max_length)
         self._model = self._load(folder).to(device).eval()
@@ -119,19 +127,13 @@ class Tuned:
                 yield Answer(self.settings.classes[number], probability)
 
 
-def replayed(folder: Path, base: str | None, out: Path) -> None:
-    """The tuned model of a folder once more, from its base weights and its ledger alone, written to another folder.
-
-    base: where the model that was tuned is; of an adapter by default where it was.
-    """
-    settings = _read(folder)
-    if not (base or settings.model):
-        raise ExperimentError(f"{folder} does not say where its base is; name it with --base")
+def replayed(folder: Path, base: str | None, out: Path, *, download: bool = False) -> None:
+    """The tuned model of a folder once more, from its base weights and its ledger alone, written to another folder."""
+    settings = read_settings(folder)
     if out.exists():
         raise ExperimentError(f"{out} already exists; choose another name for --out")
-    language = PretrainedModel(
-        base or settings.model, settings.setup, settings.adapter, settings.dtype, settings.pad_token
-    )
+    path = _base(folder, settings, base, download)
+    language = PretrainedModel(path, settings.setup, settings.adapter, settings.dtype, settings.pad_token)
     language.check_size(torch.device("cpu"))
     setup = language.setup(settings.columns, settings.template, settings.words, settings.max_length)
     with torch.random.fork_rng(devices=[]):
@@ -150,16 +152,27 @@ def replayed(folder: Path, base: str | None, out: Path) -> None:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def _read(folder: Path) -> Settings:
+def _base(folder: Path, settings: Settings, base: str | None, download: bool) -> str:
+    """Where the model is that was tuned, as the user says: what a file says of other places is told, not followed."""
+    if base:
+        return str(Sources(download=download).model(base) or base)
+    said = f", which was {settings.model} when it was tuned" if settings.model else ""
+    raise ExperimentError(f"{folder} does not hold its base{said}; name one that you trust with --base")
+
+
+def read_settings(folder: Path) -> Settings:
+    """What the folder says of its model."""
     file = folder / SETTINGS
     if not file.is_file():
         raise ExperimentError(
             f"{folder} holds no tuned model: there is no {SETTINGS}; `forwardtune finetune` makes one"
         )
     table = read_json(file)
-    if table.get("format") != FORMAT:
+    if table.get("format") not in (1, FORMAT):
         raise ExperimentError(f"{file} was written by another version of forwardtune; use that version for it")
+    if table["format"] == 1 and table.get("setup") == "head":
+        table = {**table, "template": ""}
     try:
-        return Settings.from_json(table)
+        return build(Settings, {field.name: table[field.name] for field in fields(Settings)}, str(file))
     except KeyError as error:
         raise ExperimentError(f"{file} lacks {error}; tune the model again, in another folder") from None

@@ -27,8 +27,9 @@ import numpy as np
 import torch
 
 from forwardtune.arguments import PROBES, ROUNDINGS, check_directions
-from forwardtune.auto import SPAN, start
+from forwardtune.auto import SPAN, is_plain, is_state, start
 from forwardtune.errors import InvalidArgumentError, LedgerError
+from forwardtune.files import parse_json
 from forwardtune.noise import DISTRIBUTIONS, NOISE_VERSION
 from forwardtune.noise.backends import chunks
 from forwardtune.noise.field import reach_of
@@ -41,6 +42,11 @@ TAKEN, NOT_TAKEN, RAISED = 0, 1, 2
 NEW_STATE, WITH_BUFFERS, REVIEWED, WENT_BACK, SHARED = 4, 8, 16, 32, 64
 """Added to the kind of a step that changed the run's state, of one whose state includes buffers, of one that reviewed
 others, of one that then undid them, and of one whose examples shared a line."""
+
+MOST_QUERIES = 2**53
+"""Counts are stored as floats, which tell whole numbers apart up to here."""
+NOT_SETTINGS = ("params", "param_names", "memory", "run", "scales")
+"""What a parameter group has beside its settings."""
 
 EXPORT_FORMAT = "forwardtune ledger"
 Column = np.ndarray[Any, Any]
@@ -137,14 +143,14 @@ class Header:
     def from_json(cls, text: str) -> Header:
         """The header, checked, since the file may come from anyone."""
         try:
-            values = {name: immutable(value) for name, value in json.loads(text).items()}
+            values = {name: immutable(value) for name, value in parse_json(text).items()}
             if isinstance(values.get("auto"), dict):
                 values["auto"] = {**start(), **values["auto"]}
             values["groups"] = tuple(Group(**group) for group in values["groups"])
             values["parameters"] = tuple(Parameter(**parameter) for parameter in values["parameters"])
             header = cls(**values)
             header._check()
-        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        except (TypeError, ValueError, ArithmeticError, KeyError, AttributeError) as error:
             raise LedgerError(f"the ledger's header is invalid ({error}); get an undamaged copy of the file") from error
         if header.noise != NOISE_VERSION:
             raise LedgerError(
@@ -160,14 +166,15 @@ class Header:
         _require(self.distribution in DISTRIBUTIONS, f"distribution {self.distribution!r}")
         _require(self.scale in SCALES, f"scale {self.scale!r}")
         _require(self.probes in PROBES and self.rounding in ROUNDINGS, f"{self.probes!r} and {self.rounding!r}")
-        _require(self.auto is None or (isinstance(self.auto, dict) and self.auto.keys() == start().keys()), "auto")
+        _require(self.auto is None or is_state(self.auto, len(self.groups), self.reach), "auto")
         _require(self.groups and self.parameters, "no parameters")
         _require(len({p.number for p in self.parameters}) == len(self.parameters), "duplicate parameter numbers")
-        _require(all(type(n) is int for n in (self.queries, self.nonfinite, self.max_nonfinite)), "counters")
+        counters = (self.queries, self.nonfinite, self.max_nonfinite)
+        _require(all(type(n) is int and 0 <= n < MOST_QUERIES for n in counters), "counters")
         _require(all(isinstance(text, str) for text in (self.method, self.version, self.created)), "texts")
-        _require(isinstance(self.defaults, dict), f"defaults {self.defaults!r}")
+        _require(are_settings(self.defaults), f"defaults {self.defaults!r}")
         for group in self.groups:
-            _require(isinstance(group.settings, dict) and isinstance(group.memory, dict), "a group's settings")
+            _require(are_settings(group.settings) and _is_memory(group.memory), "a group's settings")
             for names in (group.names, group.names if group.labels is None else group.labels):
                 _require(isinstance(names, tuple) and all(isinstance(n, str) for n in names), "a group's names")
                 _require(len(names) == len(group.names), "a group's names")
@@ -177,12 +184,24 @@ class Header:
             _require(isinstance(p.group, int) and 0 <= p.group < len(self.groups), f"group {p.group!r}")
             _require(all(isinstance(n, int) and n >= 0 for n in p.shape), f"shape {p.shape!r}")
             _require(p.dtype in DTYPES, f"dtype {p.dtype!r}")
-            _require(isinstance(p.scale, int | float) and 0 < p.scale < math.inf, f"scale {p.scale!r}")
+            largest = math.sqrt(torch.finfo(getattr(torch, p.dtype)).max)
+            _require(isinstance(p.scale, int | float) and 0 < p.scale < largest, f"scale {p.scale!r}")
 
 
 def _require(condition: object, complaint: str) -> None:
     if not condition:
         raise ValueError(complaint)
+
+
+def are_settings(values: Any) -> bool:
+    """Whether these are settings of a group, by name."""
+    return isinstance(values, dict) and all(
+        name not in NOT_SETTINGS and is_plain(value, str) for name, value in values.items()
+    )
+
+
+def _is_memory(memory: Any) -> bool:
+    return isinstance(memory, dict) and all(is_plain(value, str, tuple) for value in memory.values())
 
 
 def immutable(value: Any) -> Any:
@@ -232,7 +251,8 @@ def _pack_examples(record: StepRecord) -> list[float]:
 
 def _unpack_examples(rest: Sequence[float], groups: int, taken: bool) -> list[tuple[LineRecord, ...]]:
     lines, probes = (int(number) for number in rest[:2])
-    _require(lines >= 0 and probes >= 0, f"{lines} lines with {probes} probes")
+    least = int(taken)
+    _require(lines >= least and probes >= least, f"{lines} lines with {probes} probes")
     rest = rest[2:]
     _require(len(rest) == groups * probes + lines * (probes + groups * taken), f"{len(rest)} numbers")
     offsets = [tuple(rest[g * probes : (g + 1) * probes]) for g in range(groups)]
@@ -259,7 +279,8 @@ def unpack(step: int, packed: bytes, header: Header) -> tuple[StepRecord, list[d
     groups, directions = len(header.groups), header.directions
     try:
         kind, queries, *rest = struct.unpack(f"<{len(packed) // 8}d", packed)
-        _require(not queries < 0, f"{queries:g} queries")
+        counted = int(queries)
+        _require(header.queries <= counted == queries < MOST_QUERIES, f"{queries:g} queries")
         _require(0 <= kind < 2 * SHARED and kind % NEW_STATE in (TAKEN, NOT_TAKEN, RAISED), f"kind {kind:g}")
         review = None
         if int(kind) & REVIEWED:
@@ -272,7 +293,7 @@ def unpack(step: int, packed: bytes, header: Header) -> tuple[StepRecord, list[d
             settings.append({n: like(group.settings[n], value) for n, value in zip(names, values, strict=True)})
         taken, raised = kind % NEW_STATE == TAKEN, kind % NEW_STATE == RAISED
         if not isinstance(directions, int):
-            examples, counted = _unpack_examples(rest, groups, taken), int(queries)
+            examples = checked(_unpack_examples(rest, groups, taken), header.reach)
             record = StepRecord.of(
                 step,
                 examples,
@@ -283,7 +304,7 @@ def unpack(step: int, packed: bytes, header: Header) -> tuple[StepRecord, list[d
                 by_example=True,
                 shared=bool(int(kind) & SHARED),
             )
-            return checked(record, header.reach), settings
+            return record, settings
         split = len(rest) - directions * groups if taken else len(rest)
         _require(split >= 0 and split % (2 + groups) == 0, f"{len(rest)} numbers")
         probes = [rest[i : i + 2 + groups] for i in range(0, split, 2 + groups)]
@@ -295,20 +316,20 @@ def unpack(step: int, packed: bytes, header: Header) -> tuple[StepRecord, list[d
             pairs = zip(offsets, targets[len(lines)], strict=True)
             lines.append(tuple(LineRecord(o, losses, t) for o, t in pairs))
         _require(len(lines) == directions or not taken, f"{len(lines)} of {directions} directions")
-        record = StepRecord.of(step, lines, queries=int(queries), taken=taken, raised=raised, review=review)
-        checked(record, header.reach)
-    except (struct.error, ValueError, OverflowError, IndexError) as error:
+        checked(lines, header.reach)
+        record = StepRecord.of(step, lines, queries=counted, taken=taken, raised=raised, review=review)
+    except (struct.error, ValueError, ArithmeticError, IndexError) as error:
         complaint = f"step {step} of the ledger is invalid ({error}); get an undamaged copy of the file"
         raise LedgerError(complaint) from error
     return record, settings
 
 
-def checked(record: StepRecord, reach: float) -> StepRecord:
+def checked(lines: list[tuple[LineRecord, ...]], reach: float) -> list[tuple[LineRecord, ...]]:
     """Refuses offsets to which no run goes."""
-    for line in (line for groups in record.lines for line in groups):
+    for line in (line for groups in lines for line in groups):
         for t in (*line.offsets, line.t):
             _require(abs(t) <= reach, f"offset {t:g}")
-    return record
+    return lines
 
 
 def like(example: Any, value: float) -> float:

@@ -27,7 +27,7 @@ from typing import Literal
 from weakref import WeakSet
 
 from forwardtune.errors import LedgerError
-from forwardtune.files import create_file, lock, translated
+from forwardtune.files import create_file, lock, parse_json, translated
 from forwardtune.ledger.format import SCHEMA, Row
 from forwardtune.ledger.states import State, pack_states, state_paths
 
@@ -231,12 +231,12 @@ def read_journal(path: Path) -> Contents:
                 contents.rows.append(Row(body, settings))
                 contents.marks.append((end, crc))
             elif kind == ANCHOR and contents.header:
-                step, digest, checkpoint = json.loads(body)
+                step, digest, checkpoint = parse_json(body)
                 contents.anchors.append(Anchor(int(step), str(digest), bool(checkpoint)))
                 contents.marks[-1] = end, crc
             else:
                 raise ValueError(f"unknown kind {kind!r}")
-        except (ValueError, TypeError, IndexError, OverflowError, RecursionError) as error:
+        except (ValueError, TypeError, IndexError, OverflowError) as error:
             contents.damage = f"the record at byte {start} is invalid ({error})"
             break
         settings = None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forwardtune.auto import SPAN
-from forwardtune.ledger.format import NEW_STATE, REVIEWED, SHARED, WENT_BACK, Header, Row
+from forwardtune.ledger.format import MOST_QUERIES, NEW_STATE, REVIEWED, SHARED, WENT_BACK, Header, Row
 from forwardtune.line import ENDS, REVIEWED_AT
 from forwardtune.noise.backends.arrays import Terms
 
@@ -75,7 +75,7 @@ def plain_steps(first: int, rows: Sequence[Row], header: Header) -> PlainSteps |
         and (flat[place][made] == 0).all()
         and (np.abs(offsets[made]) <= header.reach).all()
         and (np.abs(t) <= header.reach).all()
-        and ((queries >= 0) & (queries < 2**53) & (queries % 1 == 0)).all()
+        and ((queries >= header.queries) & (queries < MOST_QUERIES) & (queries % 1 == 0)).all()
         and (np.diff(queries) > 0).all()
         and ((reviewed % 1 == 0) & (reviewed <= SPAN) & ((reviewed > 0) == has_review)).all()
     )

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from forwardtune.auto import trail_of
+from forwardtune.auto import SPAN, trail_of
 from forwardtune.errors import InvalidArgumentError, LedgerError, warn
-from forwardtune.files import is_locked, translated
+from forwardtune.files import is_locked, parse_json, translated
 from forwardtune.ledger.format import (
     EXPORT_FORMAT,
     NEW_STATE,
+    NOT_TAKEN,
     RAISED,
     SCHEMA,
     TAKEN,
     WITH_BUFFERS,
     Column,
     Header,
+    are_settings,
     checked,
     checksum,
     has_flag,
@@ -35,6 +37,9 @@ from forwardtune.ledger.plain import PlainSteps, plain_steps
 from forwardtune.ledger.states import State, read_states
 from forwardtune.line import Trail
 from forwardtune.record import LineRecord, Review, StepRecord
+
+COUNTED = ("kind", "review", "back", "shared")
+"""Columns of an export that hold small whole numbers, as those of visits do."""
 
 
 def read(path: str | os.PathLike[str]) -> RecordedRun:
@@ -118,11 +123,11 @@ class RecordedRun(ABC):
         """The steps that a step has reviewed, with their destinations."""
         steps = record.review.steps if record.review else 0
         before = dict(trail_of(self.header.auto)) if self.header.auto else {}
-        if record.step - steps < min(self.header.step, *before, record.step):
+        reviewed = range(record.step - steps, record.step)
+        if any(step < self.header.step and step not in before for step in reviewed):
             raise LedgerError(f"step {record.step} of the ledger is invalid: it reviews steps that are not in it")
         return [
-            (step, self.record(step).destination() if step >= self.header.step else before[step])
-            for step in range(record.step - steps, record.step)
+            (step, self.record(step).destination() if step >= self.header.step else before[step]) for step in reviewed
         ]
 
     def records(self, start: int | None = None, until: int | None = None) -> Iterator[StepRecord]:
@@ -201,10 +206,10 @@ class LiveRun(RecordedRun):
         packed, text = self._rows[step - self.header.step]
         record, numbers = unpack(step, packed, self.header)
         try:
-            changes = immutable(json.loads(text)) if text else [{} for _ in self.header.groups]
-            if len(changes) != len(self.header.groups) or not all(isinstance(change, dict) for change in changes):
+            changes = immutable(parse_json(text)) if text else [{} for _ in self.header.groups]
+            if len(changes) != len(self.header.groups) or not all(map(are_settings, changes)):
                 raise ValueError(f"not one for each of {len(self.header.groups)} groups")
-        except (ValueError, TypeError, RecursionError) as error:
+        except (ValueError, TypeError) as error:
             complaint = f"the settings of step {step} are invalid ({error}); get an undamaged copy of the file"
             raise LedgerError(complaint) from error
         return record, [{**change, **own} for change, own in zip(changes, numbers, strict=True)]
@@ -216,7 +221,7 @@ class ExportedRun(RecordedRun):
     def __init__(self, file: Path) -> None:
         try:
             self._load(file)
-        except (SafetensorError, OSError, ValueError, TypeError, KeyError, RecursionError, MemoryError) as error:
+        except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise LedgerError(f"{file} is not a ledger, or is damaged ({error}); get another copy") from error
 
     def _load(self, file: Path) -> None:
@@ -233,41 +238,50 @@ class ExportedRun(RecordedRun):
             raise LedgerError(f"{file} is damaged; get another copy")
         self.header = Header.from_json(metadata["header"])
         self.end = self.header.step + int(metadata["steps"])
-        self.anchors = [Anchor(int(step), str(digest), False) for step, digest in json.loads(metadata["anchors"])]
+        self.anchors = [Anchor(int(step), str(digest), False) for step, digest in parse_json(metadata["anchors"])]
         self.state = [
             State(str(name), str(dtype), tuple(map(int, shape)), arrays.pop(f"state.{i}").tobytes())
-            for i, (name, dtype, shape) in enumerate(json.loads(metadata["state"]))
+            for i, (name, dtype, shape) in enumerate(parse_json(metadata["state"]))
         ]
         self._has_buffers = metadata["buffers"] == "1"
         self.state_end = self.end if self.state or not self._has_buffers else self.header.step
-        self._columns, self._bases = arrays, json.loads(metadata["columns"])
+        self._columns, self._bases = arrays, parse_json(metadata["columns"])
         self._by_example = not isinstance(self.header.directions, int)
         self._lines = int(metadata["lines"] if self._by_example else self.header.directions)
         self._check_columns(int(metadata["steps"]))
-        probed = [self._full(f"visited.{d}").astype(np.int64) for d in range(self._lines)]
-        visited = np.sum(probed[:1] if self._by_example else probed, axis=0)
-        reviews = self._full("review").astype(np.int64) > 0 if "review" in arrays else 0
-        self._queries = self.header.queries + np.cumsum(visited + 2 * reviews)
+        made = np.zeros(self.end - self.header.step, np.int64)
+        for d in range(min(self._lines, 1) if self._by_example else self._lines):
+            made += self._columns[f"visited.{d}"]
+        if "review" in arrays:
+            made += 2 * (self._columns["review"] > 0)
+        self._queries = self.header.queries + np.cumsum(made)
 
     def changed_buffers(self, end: int) -> bool:
         return bool(self._has_buffers)
 
     def _check_columns(self, steps: int) -> None:
-        """Checks that no column is missing, of the wrong length, or a multiple of one that is itself a multiple."""
-        groups, directions = range(len(self.header.groups)), range(self._lines)
-        needed = ["kind", *(f"visited.{d}" for d in directions), *(f"t.{d}.{g}" for d in directions for g in groups)]
-        missing = [name for name in ("loss", *needed) if name not in self._columns]
+        """Checks that no column is missing, of the wrong length or kind, or a multiple of one that is a multiple."""
+        columns, directions = self._columns, range(self._lines)
+        needed = chain(
+            ("loss", "kind"),
+            (f"visited.{d}" for d in directions),
+            (f"t.{d}.{g}" for d in directions for g in range(len(self.header.groups))),
+        )
+        missing = next((name for name in needed if name not in columns), None)
         if missing:
-            raise ValueError(f"column {missing[0]} is missing")
-        for name, column in self._columns.items():
+            raise ValueError(f"column {missing} is missing")
+        for name, column in columns.items():
             lengths = ((steps,),) if name == "loss" else ((steps,), (1,))
             if column.shape not in lengths or column.dtype.kind not in "fiu":
                 raise ValueError(f"column {name} has shape {column.shape}")
-            if self._bases.get(self._bases.get(name)) is not None:
+            counted = name in COUNTED or name.startswith("visited.")
+            if counted and (column.dtype.kind == "f" or not np.all((column >= 0) & (column < 2**16))):
+                raise ValueError(f"column {name} has what is no count")
+        for name, base in self._bases.items():
+            if not {name, base} <= {column for column in columns if column.startswith(("t.", "probe."))}:
+                raise ValueError(f"column {name} is a multiple of {base!r}")
+            if base in self._bases:
                 raise ValueError(f"column {name} is a multiple of a multiple")
-
-    def _full(self, name: str) -> Column:
-        return np.broadcast_to(self._columns[name], (self.end - self.header.step,))
 
     def _value(self, name: str, index: int) -> float:
         column = self._columns[name]
@@ -277,7 +291,7 @@ class ExportedRun(RecordedRun):
     def record(self, step: int) -> StepRecord:
         index, groups = step - self.header.step, range(len(self.header.groups))
         try:
-            lines = []
+            lines: list[tuple[LineRecord, ...]] = []
             for d in range(self._lines):
                 visited = int(self._value(f"visited.{d}", index))
                 if visited > 0:
@@ -288,12 +302,16 @@ class ExportedRun(RecordedRun):
                     lines.append(tuple(LineRecord(tuple(offsets), unknown, t) for offsets, t in pairs))
             kind, loss = self._value("kind", index), self._value("loss", index)
             steps = int(self._value("review", index)) if "review" in self._columns else 0
+            if kind not in (TAKEN, NOT_TAKEN, RAISED) or steps > SPAN:
+                raise ValueError(f"kind {kind:g}, a review of {steps} steps")
             back = "back" in self._columns and self._value("back", index) == 1
             review = Review(steps, float("nan"), float("nan"), back) if steps else None
             taken, raised, queries = kind == TAKEN, kind == RAISED, int(self._queries[index])
             shared = "shared" in self._columns and self._value("shared", index) == 1
-            record = StepRecord(step, tuple(lines), loss, queries, taken, raised, review, self._by_example, shared)
-            return checked(record, self.header.reach)
+            if taken and (not lines or (len(lines) < self._lines and not self._by_example)):
+                raise ValueError(f"{len(lines)} of {self._lines} directions")
+            lines = checked(lines, self.header.reach)
+            return StepRecord(step, tuple(lines), loss, queries, taken, raised, review, self._by_example, shared)
         except (KeyError, ValueError, OverflowError) as error:
             complaint = f"step {step} of the ledger is invalid ({error}); get an undamaged copy of the file"
             raise LedgerError(complaint) from error

@@ -22,7 +22,7 @@ from forwardtune.arguments import check_integer, plain
 from forwardtune.errors import InvalidArgumentError, LedgerError, warn
 from forwardtune.files import sync_file, sync_folder
 from forwardtune.ledger.fingerprint import combined, digests
-from forwardtune.ledger.format import Group, Header, Parameter, Row, dtype_name, dump, pack
+from forwardtune.ledger.format import NOT_SETTINGS, Group, Header, Parameter, Row, dtype_name, dump, pack
 from forwardtune.ledger.journal import Anchor, Fsync, Journal
 from forwardtune.ledger.reader import RecordedRun
 from forwardtune.ledger.states import State, StateWatcher
@@ -30,9 +30,6 @@ from forwardtune.ledger.weights import Model, frozen_digest, named_parameters
 from forwardtune.noise import NOISE_VERSION, Slot
 from forwardtune.optimizer import LineSearch
 from forwardtune.record import StepRecord
-
-NOT_SETTINGS = ("params", "param_names", "memory", "run", "scales")
-"""Keys of a parameter group that are not settings."""
 
 
 class Ledger:

@@ -6,6 +6,7 @@ import inspect
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from torch import Tensor
 from forwardtune.errors import ForwardTuneError, LedgerError, warn
 from forwardtune.files import translated
 from forwardtune.ledger.fingerprint import combined, digests
-from forwardtune.ledger.format import Header
+from forwardtune.ledger.format import NOT_SETTINGS, Header
 from forwardtune.ledger.forward import fast_forward_plain
 from forwardtune.ledger.journal import Fsync, Journal
 from forwardtune.ledger.reader import LiveRun, check_file, is_live, read
-from forwardtune.ledger.recorder import NOT_SETTINGS, Ledger, check_policy, checkpoint_path
+from forwardtune.ledger.recorder import Ledger, check_policy, checkpoint_path
 from forwardtune.ledger.replay import SEGMENT, Progress, advance, steps_done
 from forwardtune.ledger.states import buffers_in, check_buffers, read_states, restore_buffers, restore_generators
 from forwardtune.ledger.weights import Model, has_frozen_weights, named_buffers, named_parameters, weights_of
@@ -214,13 +215,11 @@ def _optimizer(header: Header, tensors: dict[str, Tensor], backend: str) -> Line
         settings = {n: v for n, v in group.settings.items() if not (header.auto and n == "rho")}
         groups.append({"params": params, **settings})
     run = {name: getattr(header, name) for name in (*OPTIONS, "max_nonfinite")}
-    try:
+    with _failures(f"the run's {header.method} cannot be built again"):
         settings = {n: v for n, v in header.defaults.items() if n in inspect.signature(methods[-1]).parameters}
         if header.auto:
             settings = {**{n: v for n, v in settings.items() if n != "rho"}, "lr": "auto"}
         optimizer: LineSearch = methods[-1](groups, **settings, **run, backend=backend)
-    except (ForwardTuneError, TypeError) as error:
-        raise LedgerError(f"the run's {header.method} cannot be built again: {error}") from error
     _check_frozen(optimizer, header, tensors)
     state, counters = optimizer.state_dict(), {name: getattr(header, name) for name in ("queries", "nonfinite", "auto")}
     scales = {name: parameter.scale for parameter in header.parameters for name in parameter.names}
@@ -231,6 +230,15 @@ def _optimizer(header: Header, tensors: dict[str, Tensor], backend: str) -> Line
             packed["scales"] = tuple(scales.get(name, 1.0) for name in group.names)
     optimizer.load_state_dict(state)
     return optimizer
+
+
+@contextmanager
+def _failures(complaint: str) -> Iterator[None]:
+    """Whatever a method does with settings and a memory that are none of its own is an error of ours."""
+    try:
+        yield
+    except (ForwardTuneError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise LedgerError(f"{complaint}: {error}") from error
 
 
 def _check_frozen(optimizer: LineSearch, header: Header, tensors: dict[str, Tensor]) -> None:
@@ -257,17 +265,16 @@ def _fast_forward(optimizer: LineSearch, run: LiveRun) -> None:
     for low in range(run.header.step, run.end, SEGMENT):
         high = min(low + SEGMENT, run.end)
         plain = run.plain(low, high - 1)  # without the last, which leaves behind all that a step does
-        try:
+        with _failures("the run can be replayed but not resumed"):
             done = high - 1 if plain and fast_forward_plain(optimizer, plain, run.header) else low
-            for step in range(done, high):
-                record, settings = run.entry(step)
-                for group, changes in zip(optimizer.param_groups, settings, strict=True):
-                    group.update(changes)
+        for step in range(done, high):
+            record, settings = run.entry(step)
+            for group, changes in zip(optimizer.param_groups, settings, strict=True):
+                group.update(changes)
+            with _failures("the run can be replayed but not resumed"):
                 optimizer.fast_forward(record)
-        except LedgerError:
-            raise
-        except ForwardTuneError as error:
-            raise LedgerError(f"the run can be replayed but not resumed: {error}") from error
+    with _failures("the run can be replayed but not resumed"):  # so that its next step fails here, if at all
+        optimizer._searches(optimizer.field, None).run(lambda *_: 0.0, 1)
     for group in optimizer.param_groups:
         if "initial_lr" in group:  # there was a scheduler, and a new one starts from there
             group["lr"] = group["initial_lr"]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from forwardtune.buffers import LARGE
 from forwardtune.errors import LedgerError
+from forwardtune.files import parse_json
 from forwardtune.ledger.format import NEW_STATE, WITH_BUFFERS, dtype_name
 from forwardtune.ledger.weights import Model
 from forwardtune.noise import Field
@@ -55,7 +56,7 @@ class State:
                 raise TypeError(f"unknown dtype {self.dtype}")
             flat = torch.frombuffer(bytearray(self.value), dtype=torch.uint8) if self.value else torch.empty(0)
             return flat if self.name.startswith(GENERATOR) else flat.view(dtype).view(self.shape)
-        except (RuntimeError, TypeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
             complaint = f"the ledger's state of {self.name!r} is invalid ({error}); get an undamaged copy of the file"
             raise LedgerError(complaint) from error
 
@@ -84,14 +85,14 @@ def read_states(ledger: Path, identity: int) -> dict[int, tuple[int, list[State]
             body = data[PREAMBLE.size : PREAMBLE.size + size]
             if len(body) == size and zlib.crc32(body, identity ^ step & 0xFFFFFFFF) == claimed:
                 whole[number] = step, list(_unpacked(body, index))
-        except (OSError, struct.error, ValueError, TypeError, OverflowError, RecursionError):
+        except (OSError, struct.error, ValueError, TypeError, OverflowError):
             continue
     return whole
 
 
 def _unpacked(body: bytes, index: int) -> Iterator[State]:
     start = index
-    for name, dtype, shape, size in json.loads(body[:index]):
+    for name, dtype, shape, size in parse_json(body[:index]):
         yield State(str(name), str(dtype), tuple(int(n) for n in shape), body[start : start + size])
         start += size
 

@@ -51,7 +51,7 @@ class Sources:
 
 def _in_package(name: str) -> list[Path]:
     package, _, inside = name.removeprefix(PACKAGE).partition("/")
-    installed = find_spec(package)
+    installed = find_spec(package) if package.isidentifier() else None  # that of a part would import the whole
     if installed is None or not installed.submodule_search_locations:
         raise ExperimentError(f"the model {name} is in a package that is not installed: pip install {package}")
     return [Path(folder) / inside for folder in installed.submodule_search_locations]

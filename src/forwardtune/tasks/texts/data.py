@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from forwardtune.errors import ExperimentError
+from forwardtune.files import parse_json
 
 MANY = 100
 """More different labels than this are probably not labels."""
@@ -74,6 +76,10 @@ def rows(file: Path) -> list[Row]:
 def _csv_rows(content: Any, file: Path) -> Iterator[Row]:
     style: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if file.suffix == ".tsv" else {}
     reader = csv.DictReader(content, strict=True, **style)
+    names = list(reader.fieldnames or ())
+    name, times = Counter(names).most_common(1)[0] if names else ("", 0)
+    if times > 1:
+        raise ExperimentError(f"{file} has {times} columns called {name!r}; give each a name of its own")
     for row in reader:
         where = f"{file}, line {reader.line_num}"
         if None in row or None in row.values():
@@ -85,7 +91,7 @@ def _json_rows(content: Any, file: Path) -> Iterator[Row]:
     for number, line in enumerate(content, 1):
         where = f"{file}, line {number}"
         try:
-            row = json.loads(line) if line.strip() else None
+            row = parse_json(line) if line.strip() else None
         except ValueError as error:
             raise ExperimentError(f"{where} is not JSON ({error})") from None
         if row is not None and not isinstance(row, dict):
@@ -112,9 +118,14 @@ def cell(row: Row, column: str) -> Any:
     where, cells = row
     if column not in cells:
         raise ExperimentError(f"{where}: there is no column {column!r}, only {', '.join(map(repr, cells))}")
-    if cells[column] is None:
+    given = cells[column]
+    if given is None:
         raise ExperimentError(f"{where}: the cell of {column!r} is empty; fill it, or leave the line out")
-    return cells[column]
+    if not isinstance(given, str | int | float):
+        raise ExperimentError(f"{where}: the cell of {column!r} is not a text or a number, but {given!r}")
+    if isinstance(given, str) and any("\ud800" <= c <= "\udfff" for c in given):
+        raise ExperimentError(f"{where}: the cell of {column!r} holds half a character ({given!r}); mend it")
+    return given
 
 
 def classes_of(table: Sequence[Row], column: str) -> tuple[str, ...]:
