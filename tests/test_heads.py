@@ -70,9 +70,10 @@ def test_a_head_without_a_bias_and_inputs_that_never_vary():
 def test_nothing_but_the_head_changes():
     model, x, noisy = problem()
     model = nn.Sequential(model[0], nn.BatchNorm1d(8), nn.Dropout(), model[2]).train()
+    model[1].eval()
     before, state = {n: t.clone() for n, t in model.state_dict().items()}, torch.get_rng_state()
     fit_head(model, "3", [(x, noisy.argmax(1))])
-    assert model.training
+    assert [layer.training for layer in model] == [True, False, True, True]
     assert torch.equal(torch.get_rng_state(), state)
     changed = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])]
     assert changed == ["3.weight", "3.bias"]
@@ -86,6 +87,9 @@ def test_nothing_but_the_head_changes():
         ("0", torch.zeros(300).long(), "the model cannot do without '0'; name the Linear that the model ends with"),
         ("2", torch.full((300,), 3), "labels must be from 0 to 2, not from 3 to 3"),
         ("2", torch.zeros(300), "floating-point labels need a head of one output, not 3"),
+        ("3", torch.zeros(300).long(), "the head '3' is no layer of the model; name the Linear"),
+        ("", torch.zeros(300).long(), "the head '' is no layer of the model"),
+        ("2", torch.zeros(300, 1), "labels must be one number for each example, not of shape"),
         ("2", torch.zeros(4).long(), "4 examples are too few to fit a head; give at least 10"),
     ],
 )
@@ -99,6 +103,20 @@ def test_what_cannot_be_fitted_is_refused_and_the_model_stays(head, labels, mess
         fit_head(nn.Sequential(model, nn.Softmax(1)), "0.2", [(x, torch.zeros(300).long())])
     with pytest.raises(InvalidArgumentError, match="there are no batches"):
         fit_head(model, "2", [])
+
+
+def test_labels_of_any_kind_and_inputs_that_are_not_finite():
+    model, x, noisy = problem(classes=2)
+    y = noisy.argmax(1)
+    losses = {fit_head(model, "2", [(x, y.to(kind))]).held_out_loss for kind in (torch.long, torch.int32, torch.bool)}
+    assert len(losses) == 1
+    one = problem(classes=1)[0]
+    assert fit_head(one, "2", [(x, noisy[:, 0].double())]).held_out_loss > 0
+    with pytest.raises(InvalidArgumentError, match="inputs of the head '2' are not finite"):
+        fit_head(model, "2", [(x[:100], y[:100]), (x[100:] * torch.nan, y[100:])])
+    normed = nn.Sequential(model[0], model[1], nn.utils.parametrizations.weight_norm(model[2]))
+    with pytest.raises(InvalidArgumentError, match="the head '2' is a ParametrizedLinear; name the Linear"):
+        fit_head(normed, "2", [(x, y)])
 
 
 def test_a_workload_begins_with_a_fitted_head(tmp_path):

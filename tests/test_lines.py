@@ -496,6 +496,11 @@ STRANGE = {
 }
 
 
+def steps(optimizer, closure, count):
+    for _ in range(count):
+        optimizer.step(closure)
+
+
 class Alone(nn.Module):
     def __init__(self):
         super().__init__()
@@ -529,18 +534,16 @@ def test_where_no_lines_of_their_own_are_known_all_share_one(kind, tmp_path):
         return model(x).square().mean(1)
 
     optimizer = ft.VS2P(model.named_parameters(), directions="auto", recorder=ft.Ledger(tmp_path / "run.ledger", model))
-    with pytest.warns(RuntimeWarning, match=f"{message}.*; all examples share common lines"):
-        optimizer.step(losses)
     first = losses().mean()
     calls.clear()
-    queries = optimizer.queries
-    for _ in range(59):  # warnings are errors: it is told once
-        optimizer.step(losses)
+    with pytest.warns(RuntimeWarning, match=f"{message}.*; all examples share common lines") as told:
+        steps(optimizer, losses, 60)
+    assert len(told) == 1  # when lines of their own were to be tried
     assert (optimizer.shares_lines, optimizer.auto["trial"]) == (True, None)
-    assert optimizer.queries - queries == len(calls)
+    assert optimizer.queries == len(calls)
     assert losses().mean() < 0.5 * first
     optimizer.recorder.close()
-    assert len(read(tmp_path / "run.ledger").record(0).lines) == 1
+    assert all(record.shared for record in read(tmp_path / "run.ledger").records())
     resumed, step = ft.resume(again, tmp_path / "run.ledger")
     assert step == 60
     assert torch.equal(weights(again), weights(model))
@@ -550,6 +553,33 @@ def test_where_no_lines_of_their_own_are_known_all_share_one(kind, tmp_path):
     optimizer.recorder = None
     optimizer.step(losses)
     assert torch.equal(weights(again), weights(model))
+
+
+def test_a_batch_of_one_example_leaves_lines_open():
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3), torch.randn(8, 4)
+    optimizer = ft.VS2P(model.named_parameters(), directions="auto")
+    for size in (8, 1, 8, 1, 8, 8):
+        optimizer.step(lambda size=size: model(x[:size]).square().mean(1))
+    assert optimizer.shares_lines
+    assert optimizer.auto["trial"] is not None
+
+
+def test_a_layer_that_comes_later_ends_lines_of_their_own():
+    """Also where examples have had them for long."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.PReLU().requires_grad_(False)), torch.randn(16, 4)
+    optimizer = ft.VS2P(model.named_parameters(), directions="auto")
+    optimizer._run = {
+        **optimizer._run,
+        "auto": {**auto.start("auto"), "surveyed": None, "slope": 1.0, "shared": False, "trial": None},
+    }
+    optimizer.step(lambda: model(x).square().mean(1))
+    assert not optimizer.shares_lines
+    model[1].requires_grad_(True)
+    with pytest.warns(RuntimeWarning, match="since PReLU is not among .*; all examples share common lines"):
+        optimizer.step(lambda: model(x).square().mean(1))
+    assert optimizer.shares_lines
 
 
 @pytest.mark.parametrize("directions", ["per-example", "auto"])

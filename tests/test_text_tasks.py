@@ -81,6 +81,17 @@ def test_a_fitted_head_tells_classes_apart_before_the_runs_begin(tmp_path, folde
     assert load_file(tmp_path / "0.safetensors").keys() == load_file(tmp_path / "40.safetensors").keys()
 
 
+def test_a_head_that_a_model_brings_is_not_fitted_again(tmp_path, folder):
+    task = task_of(folder, "causal", setup="head")
+    task.make_base(tmp_path / "base.safetensors").save_pretrained(tmp_path / "headed")
+    task.language.tokenizer.save_pretrained(tmp_path / "headed")
+    (tmp_path / "reviews.jsonl").write_text((folder / "reviews.jsonl").read_text())
+    headed = task_of(tmp_path, "headed", setup="head", fit=40)
+    made, expected = headed.make_base(tmp_path / "new.safetensors"), load_file(tmp_path / "base.safetensors")
+    assert torch.equal(made.get_parameter("score.weight"), expected["score.weight"])
+    assert not load_file(tmp_path / "new.safetensors")
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [

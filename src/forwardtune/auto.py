@@ -21,8 +21,8 @@ all see the same loss, as those of an accuracy may, makes it a little larger.
 *Lines.* With ``directions="auto"`` all examples share a line at first, and the products of their slopes tell how their
 gradients agree. Where that promises enough, lines of their own are tried for as many steps. The noise of a step is in
 proportion to `B gamma^2` of the mean loss along a shared line, and to `gamma_i^2` of the examples along their own: if
-the former is `WORTH` times the latter, each example has its own line from then on, else they share one for good. Where
-a layer cannot do that, a survey records the mean of the losses as that of a single example, and nothing is tried.
+the former is `WORTH` times the latter, each example has its own line from then on, else they share one for good, as
+they do where a layer turns out not to know lines of their own.
 
 *Retreat.* Where the losses of the steps have risen by far more than batches differ, and the review finds that they
 rise beyond by as much, the steps did damage: the weights stay where they began, and `r` is cut.
@@ -36,7 +36,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any
+from typing import Any, cast
 
 from forwardtune.arguments import Directions
 from forwardtune.line import Trail
@@ -203,8 +203,6 @@ def after_step(auto: Auto, record: StepRecord) -> Auto:
     if not record.raised:
         auto = {**auto, "losses": (*auto["losses"], record.loss if record.taken else math.inf)[-RECENT:]}
     if is_surveying(auto):
-        if record.shared and record.taken and len(record.lines) == 1:  # no lines of their own: shared for good
-            auto = {**auto, "trial": None}
         return auto if record.raised else _after_survey(auto, record)
     auto = _trailing(auto, record)
     if auto["trial"] and record.taken and len(record.lines) > 1 and record.offsets[0]:
@@ -277,6 +275,12 @@ def _after_trial(auto: Auto, record: StepRecord) -> Auto:
     return {**auto, "trial": None, "shared": True, "slope": slope}
 
 
+def without_own_lines(auto: Auto) -> Auto:
+    """The state of a run in which examples turn out not to be able to have lines of their own."""
+    slope = auto["trial"][-1] if auto["trial"] else auto["slope"]
+    return {**auto, "trial": None, "shared": True, "slope": slope}
+
+
 def _slopes(record: StepRecord) -> list[float]:
     """Of all examples, by their first two probes."""
     lines = [groups[0] for groups in record.lines]
@@ -292,8 +296,10 @@ def agreement(auto: Auto) -> float | None:
 def _agreeing(auto: Auto, slopes: Sequence[float]) -> tuple[float, float]:
     """With the slopes of examples along a line that they share, whose products are those of their gradients."""
     n = len(slopes)
+    if n == 1:  # which tells nothing
+        return cast("tuple[float, float]", auto["agreement"])
     squares = math.fsum(slope * slope for slope in slopes) / n
-    products = (n * fmean(slopes) ** 2 - squares) / (n - 1) if n > 1 else 0.0
+    products = (n * fmean(slopes) ** 2 - squares) / (n - 1)
     return auto["agreement"][0] + products, auto["agreement"][1] + squares
 
 

@@ -39,7 +39,7 @@ class NoOwnLinesError(InvalidArgumentError):
     """Examples cannot have lines of their own in this model: the `reason`, and what to do instead."""
 
     def __init__(self, reason: str) -> None:
-        instead = "use common lines (1 as directions), or freeze such parameters"
+        instead = "use common lines, or freeze such parameters"
         super().__init__(f"{reason}; {instead}")
         self.reason = reason
 

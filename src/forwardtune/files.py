@@ -38,7 +38,8 @@ def give_usual_mode(*paths: Path) -> None:
         probe.touch()
         mode = probe.stat().st_mode
         probe.unlink()
-        path.chmod(mode)
+        if path.stat().st_mode != mode:
+            path.chmod(mode)
 
 
 def replace_file(path: Path, make: Make) -> None:
@@ -99,13 +100,14 @@ def filled(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Failures name what was to be made, not a part of it that will be gone; a full disk names nothing at all."""
+    """Failures to write name what was to be made, not a part of it that will be gone; a full disk names nothing."""
     try:
         yield
     except OSError as error:
-        if error.errno is not None:
-            error.filename, error.filename2 = str(path), None
-        raise
+        named = error.filename
+        if error.errno is None or (isinstance(named, str) and ".new" not in named):  # another file is missing
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_text(path: Path, text: str) -> None:

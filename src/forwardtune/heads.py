@@ -44,7 +44,7 @@ def fit_head(
     batches: Iterable[tuple[Any, Tensor]],
     forward: Callable[[Any], Tensor] | None = None,
 ) -> FittedHead:
-    """Fits a linear head in place, with one forward pass per batch; nothing else in the model changes.
+    """Fits a linear head in place, with one forward pass per batch, and one more of the first; nothing else changes.
 
     head: the name of the last `Linear` in the model, whose outputs are the model's.
     batches: pairs of inputs and labels. Classes are fitted by the cross entropy; with floating-point labels the head
@@ -57,13 +57,14 @@ def fit_head(
     >>> fitted.examples, fitted.held_out_loss < 0.2
     (200, True)
     """
-    linear = model.get_submodule(head)
-    if not isinstance(linear, nn.Linear):
-        raise InvalidArgumentError(f"the head {head!r} is a {type(linear).__name__}; {_REMEDY}")
-    x, y = _inputs(model, head, linear, batches, forward or model)
+    linear = dict(model.named_modules()).get(head) if head else None
+    if type(linear) is not nn.Linear or not linear.weight.is_floating_point():
+        kind = "no layer of the model" if linear is None else f"a {type(linear).__name__}"
+        raise InvalidArgumentError(f"the head {head!r} is {kind}; {_REMEDY}")
+    x, y = _inputs(model, head, linear, batches, model if forward is None else forward)
     if len(x) < FEWEST:
         raise InvalidArgumentError(f"{len(x)} examples are too few to fit a head; give at least {FEWEST}")
-    _check_labels(y, linear)
+    y = _checked_labels(y, linear).to(x.dtype if y.is_floating_point() else torch.long)
     scale = x.var(0, correction=0).sqrt() if linear.bias is not None else x.square().mean(0).sqrt()
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     shift = x.mean(0) if linear.bias is not None else torch.zeros_like(scale)
@@ -95,7 +96,7 @@ def _inputs(
 ) -> tuple[Tensor, Tensor]:
     """What the head sees of each example, and the labels: the model's outputs with nothing in the head's place."""
     parent, _, name = head.rpartition(".")
-    place, training = model.get_submodule(parent), model.training
+    place, modes = model.get_submodule(parent), [(module, module.training) for module in model.modules()]
     xs: list[Tensor] = []
     ys: list[Tensor] = []
     model.eval()
@@ -113,13 +114,18 @@ def _inputs(
                     f"without the head {head!r} the model returns a tensor of shape {tuple(x.shape)}, not one row of "
                     f"{linear.in_features} for each of {len(labels)} labels; {_REMEDY}"
                 )
+            if not torch.isfinite(x).all():
+                raise InvalidArgumentError(
+                    f"inputs of the head {head!r} are not finite; look at the model and its inputs"
+                )
             if outputs is not None and not _is_close(linear(x.to(linear.weight)), outputs):
                 raise InvalidArgumentError(f"the outputs of {head!r} are not the model's; {_REMEDY}")
             xs.append(x.float())
             ys.append(labels.to(x.device))
     finally:
         setattr(place, name, linear)
-        model.train(training)
+        for module, training in modes:
+            module.training = training
     if not xs:
         raise InvalidArgumentError("there are no batches to fit the head to; give some")
     return torch.cat(xs), torch.cat(ys)
@@ -130,13 +136,18 @@ def _is_close(ours: Tensor, outputs: Tensor) -> bool:
     return torch.allclose(ours.float(), outputs.float(), rtol=1e-2, atol=1e-2)
 
 
-def _check_labels(y: Tensor, linear: nn.Linear) -> None:
+def _checked_labels(y: Tensor, linear: nn.Linear) -> Tensor:
     classes = linear.out_features
+    if y.ndim != 1 or y.is_complex():
+        raise InvalidArgumentError(f"labels must be one number for each example, not of shape {tuple(y.shape)}")
     if y.is_floating_point():
         if classes != 1:
             raise InvalidArgumentError(f"floating-point labels need a head of one output, not {classes}")
+        if not torch.isfinite(y).all():
+            raise InvalidArgumentError("labels must be finite")
     elif not 0 <= int(y.min()) <= int(y.max()) < classes:
         raise InvalidArgumentError(f"labels must be from 0 to {classes - 1}, not from {int(y.min())} to {int(y.max())}")
+    return y
 
 
 def _solve(start: Tensor, z: Tensor, y: Tensor, penalty: float) -> Tensor:

@@ -47,10 +47,11 @@ from forwardtune.auto import (
     start,
     survey,
     trail_of,
+    without_own_lines,
     without_trail,
 )
 from forwardtune.buffers import Modules
-from forwardtune.errors import InvalidArgumentError, warn_deprecated
+from forwardtune.errors import InvalidArgumentError, NoOwnLinesError, warn, warn_deprecated
 from forwardtune.layers.layerwise import Layerwise
 from forwardtune.layers.perturbation import Perturbation
 from forwardtune.line import Line, Trail
@@ -233,13 +234,21 @@ class LineSearch(RunState):
                 if isinstance(self.directions, int):
                     taken = searches.run(partial(common_loss, line, objective), self.directions)
                 elif self.shares_lines:
-                    is_open = self._is_surveying and self.auto and self.auto["trial"]
-                    check = self._perturbation(field, step) if is_open else None
+                    is_new = self._is_surveying and self._watched is not field.slots
+                    check = self._perturbation(field, step) if is_new else None
                     taken = searches.run_shared(SharedLosses(line, check, objective))
                     self._watched = field.slots if check else self._watched
                 else:
-                    taken = searches.run_together(partial(own_losses, self._perturbation(field, step), objective))
-                    self._watched = field.slots
+                    try:
+                        taken = searches.run_together(partial(own_losses, self._perturbation(field, step), objective))
+                        self._watched = field.slots
+                    except NoOwnLinesError as error:
+                        if self.directions != "auto":
+                            raise
+                        warn(f"{error.reason}; all examples share common lines")
+                        self._share_lines()
+                        searches = self._searches(field, review)
+                        taken = searches.run_shared(SharedLosses(line, None, objective))
                 if not taken:
                     objective.rewind(generators=False)
                 record = searches.record(step, queries=queries + objective.queries, taken=taken, review=review)
@@ -272,6 +281,8 @@ class LineSearch(RunState):
         if record.raised:
             self._count(record)
             return
+        if self.by_example and record.shared and not self.shares_lines:
+            self._share_lines()
         searches = self._searches(self.field, record.review)
         taken, losses = searches.run_again(record, self.directions)
         again = searches.record(record.step, queries=record.queries, taken=taken, review=record.review)
@@ -287,6 +298,10 @@ class LineSearch(RunState):
         """Deprecated: use `fast_forward`."""
         warn_deprecated("LineSearch.relive", "LineSearch.fast_forward")
         self.fast_forward(record)
+
+    def _share_lines(self) -> None:
+        """Examples turned out not to be able to have lines of their own."""
+        self._run = {**self._run, "auto": without_own_lines(self._run["auto"])}
 
     def _trail(self) -> Trail:
         """The steps that the next one reviews, if a review is due."""

@@ -104,7 +104,10 @@ def interruptible() -> Iterator[None]:
         signal.signal(number, _stop)
     try:
         yield
-    except KeyboardInterrupt as stop:
+    except (KeyboardInterrupt, OSError) as raised:
+        stop = raised.__context__ if isinstance(raised, OSError) else raised  # a display fails whose terminal is gone
+        if not isinstance(stop, KeyboardInterrupt):
+            raise
         with suppress(OSError):  # the terminal is gone
             Console(stderr=True, highlight=False).print("stopped; the same command resumes where it left off")
         raise typer.Exit(128 + (stop.number if isinstance(stop, _Stopped) else signal.SIGINT)) from None

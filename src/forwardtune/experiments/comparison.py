@@ -134,7 +134,7 @@ def check_base(file: Path, runs: Sequence[Run], store: Store) -> None:
     if bases.get(file.stem, file_digest(file)) != file_digest(file):
         raise ExperimentError(
             f"{file} is not the file that the finished runs in {store.folder} started from; put that one back, or "
-            "choose another folder with --out"
+            "choose another folder with --out, and with --keep"
         )
 
 

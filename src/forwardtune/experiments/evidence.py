@@ -5,8 +5,8 @@ it: those that a comparison needs are taken from the file, and those that it mak
 hash of its description, which includes the versions of the noise and of the rules, so that runs of another version are
 never taken for those of this one.
 
-The base weights beside the file, in `bases`, are those that began with weights from elsewhere and have little that is
-new, such as a head: runs that are added on another machine start from the same bits.
+Small files of base weights stay beside it, in `bases`: those of small networks, and those that have little but a new
+head beside weights from elsewhere. Runs that are added on another machine then start from the same bits.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class Evidence:
         lines = (_line(self._results[id]) for id in sorted(self._results))
         with translated(ExperimentError, f"{self.file} cannot be written; nothing was changed"):
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self.file, "".join(lines))
             for base in {result.base.id for result in new.values()}:
-                if store.base(base).stat().st_size <= LARGEST:
+                if store.base(base).exists() and store.base(base).stat().st_size <= LARGEST:
                     _copy(store.base(base), self._base(base))
+            write_text(self.file, "".join(lines))
 
     def _base(self, base_id: str) -> Path:
         return self.file.parent / "bases" / f"{base_id}.safetensors"

@@ -200,7 +200,7 @@ class RunResult:
     """A finished run. `reason` tells why it was given up, if it was; `metrics` come first to last in importance.
 
     agreement: of examples, at the last time that a run which may give them lines of their own has measured it.
-    lines: "own" or "common", as examples had them at the end of a run that found out which is better.
+    lines: "own" or "common", as examples had them at the end of a run that was to find out which is better.
     """
 
     id: str

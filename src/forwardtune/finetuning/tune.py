@@ -83,7 +83,7 @@ def finetune(
 def _measured(run: Run, task: TextTask, store: Store, threads: int | None, tell: Tell) -> tuple[Pace, Ready]:
     """The pace of a run that has not begun, with the best number of threads if none is given."""
     if fit := min(run.workload.fit, task.examples):
-        tell(Noted(f"fits the new head to {fit:,} training examples"))
+        tell(Noted(f"a new head is fitted to {fit:,} training examples first"))
     model = make_base(task, store) or task.start(store.base(task.base_id))
     tell(Measuring(task.describe(model)))
     tried = [threads] if threads else [cores.free()] if task.device.type != "cpu" else sorted({1, cores.free()})

@@ -24,7 +24,7 @@ def fast_forward_plain(optimizer: LineSearch, steps: PlainSteps, header: Header)
     `last_step` and the counters of steps that were not taken are left to the step that comes next.
     """
     groups, auto, d = optimizer.param_groups, optimizer.auto, optimizer.field.dimension
-    if steps.first != optimizer.steps or optimizer.field.reach != header.reach:
+    if steps.first != optimizer.steps or optimizer.field.reach != header.reach or optimizer.shares_lines:
         return False
     memories = [group["memory"] for group in groups]
     same = (steps.settings == steps.settings[0]).all()

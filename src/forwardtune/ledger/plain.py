@@ -17,6 +17,9 @@ from forwardtune.ledger.format import MOST_QUERIES, NEW_STATE, REVIEWED, SHARED,
 from forwardtune.line import ENDS, REVIEWED_AT
 from forwardtune.noise.backends.arrays import Terms
 
+MOST_PROBES = 16
+"""Of a plain step; no method that ships makes more than four."""
+
 Array = np.ndarray[Any, Any]
 
 
@@ -54,7 +57,10 @@ def plain_steps(first: int, rows: Sequence[Row], header: Header) -> PlainSteps |
     ends = np.cumsum(sizes // 8)
     starts = ends - sizes // 8
     kinds, queries = flat[starts], flat[starts + 1]
-    if not ((kinds >= 0) & (kinds < SHARED) & (kinds % NEW_STATE == 0)).all():  # taken, with flags
+    if (
+        not np.isfinite([kinds, queries]).all()
+        or not ((kinds >= 0) & (kinds < SHARED) & (kinds % NEW_STATE == 0)).all()
+    ):  # taken, with flags
         return None
     flags = kinds.astype(np.int64)
     has_review = flags & REVIEWED > 0
@@ -62,7 +68,7 @@ def plain_steps(first: int, rows: Sequence[Row], header: Header) -> PlainSteps |
     body = starts + np.where(has_review, 5, 2)
     own = 2 + groups
     visited, rest = np.divmod(ends - groups - width - body, own)
-    if rest.any() or visited.min() < 1:
+    if rest.any() or visited.min() < 1 or visited.max() > MOST_PROBES or not np.isfinite(reviewed).all():
         return None
     probe = np.arange(visited.max())
     made = probe < visited[:, None]

@@ -13,6 +13,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from forwardtune.errors import ExperimentError
+from forwardtune.heads import FEWEST
 from forwardtune.tasks.sources import Sources
 from forwardtune.tasks.workload import Workload
 
@@ -125,6 +127,11 @@ class Task(ABC):
 
     def _examples_to_fit(self) -> Iterator[Tensor]:
         """The training examples that the head is fitted to, drawn once, by index and in batches."""
+        if self.examples < FEWEST:
+            raise ExperimentError(
+                f"{self.examples} training examples are too few to fit a head; give at least {FEWEST}, or leave the "
+                "head as it was drawn (fit = 0, of the command --fit 0)"
+            )
         order = torch.randperm(self.examples, generator=torch.Generator().manual_seed(0))
         yield from order[: self.workload.fit].split(FIT)  # type: ignore[no-untyped-call]
 

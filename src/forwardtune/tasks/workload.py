@@ -20,7 +20,7 @@ class Workload:
     queries, epochs: the budget of a run, as either; an epoch is that of a method with two queries per step.
     objective: what is minimized on each batch: ``"loss"``, or one minus ``"accuracy"`` or ``"f1"``, which have no
         gradient.
-    fit: to how many training examples the head is fitted before the runs begin; 0 leaves it as it is.
+    fit: to how many training examples a new head is fitted before the runs begin; 0 leaves it as it was drawn.
     evaluations: how often, at equal intervals, the model is evaluated, not counting the start.
     train_examples, test_examples: on how many fixed examples of each set; 0 means all.
     """

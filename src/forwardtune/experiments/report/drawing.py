@@ -24,6 +24,8 @@ STYLE: Any = {
     "svg.fonttype": "none",  # text stays text
     "text.parse_math": False,  # names are not formulas
 }
+NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that no document in XML may have."""
 NARROW = 28
 """Letters of a name, at most, of which two fit beside each other."""
 SERIES = "series-"
@@ -48,7 +50,7 @@ def svg(chart: Chart, key: str) -> tuple[str, Json]:
     with rc_context({**STYLE, "svg.hashsalt": key}):
         figure = _drawn(chart)
         figure.savefig(text, format="svg", metadata={"Date": None})
-    picture = ElementTree.fromstring(text.getvalue())
+    picture = ElementTree.fromstring(NOT_XML.sub("?", text.getvalue()))
     names = ", ".join(series.name for series in chart.series)
     return _inline(picture, key, f"{chart.title}: {names}"), _values(chart, figure)
 

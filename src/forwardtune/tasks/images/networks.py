@@ -34,6 +34,8 @@ HEADS = {
     "vit_b_16": "heads.head",
     "cnn": "head",
 }
+DERIVED = ("encoder.pos_embedding",)
+"""Weights that are computed from those in a file."""
 MEAN, DEVIATION = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 
 

@@ -136,11 +136,11 @@ class ImageTask(Task):
                 networks.estimate_statistics(model, [self.batch(indices)[0] for indices in some])
             if self.workload.fit:
                 fit_head(model, networks.HEADS[self.workload.network], map(self.batch, self._examples_to_fit()))
-        given = self.weights(model)
+        given = self.weights(model) if self._is_file else {}
         state = {
             key: value.cpu().contiguous()
             for key, value in model.state_dict().items()
-            if key not in given or not torch.equal(value.cpu(), given[key].to(value.dtype))
+            if key not in given or key in networks.DERIVED or not torch.equal(value.cpu(), given[key].to(value.dtype))
         }
         with translated(ExperimentError, f"{file} cannot be written"):
             replace_file(file, lambda new: save_file(state, new))
@@ -176,7 +176,7 @@ class ImageTask(Task):
     def start(self, base: Path) -> nn.Module:
         with torch.device("meta"):
             model = self.network()
-        state = model.state_dict()
-        given = {key: value.to(state[key].dtype) for key, value in self.weights(model).items()}
+        state, weights = model.state_dict(), self.weights(model) if self._is_file else {}
+        given = {key: value.to(state[key].dtype) for key, value in weights.items()}
         model.load_state_dict({**given, **load_file(base)}, assign=True)
         return model.to(self.device).train()

@@ -52,6 +52,8 @@ class ImageWorkload(Workload):
         super().__post_init__()
         one_of("data", self.data, IMAGES)
         one_of("network", self.network, NETWORKS)
+        if self.fit and self.pretrain and self.pretrain.head == "keep":
+            raise ExperimentError('only a new head is fitted; pretrain with head = "new", or leave fit out')
         if self.batch == 1 and self.network in ("densenet121", "resnet18"):
             raise ExperimentError(
                 f"{self.network} normalizes over the batch, which must have at least 2 examples, not 1"

@@ -155,7 +155,7 @@ class TextTask(Task):
         files = sorted(file for file in (path, *path.glob("*")) if file.is_file())
         model = {file.name: file_digest(file) for file in files} or w.weights
         content = [RULES, self.language.setup_name, w.adapter, w.dtype, self.setup.answers, model, self.data_digest]
-        return fingerprint([*content, ("fit", w.fit, w.template, w.max_length)] if w.fit else content)
+        return fingerprint([*content, ("fit", w.fit, w.template, w.max_length, w.pad_token)] if w.fit else content)
 
     def check(self) -> None:
         self.language.check_size(self.device)
@@ -167,10 +167,8 @@ class TextTask(Task):
         """Writes only the weights that the model's own files lack."""
         model, new = self._built()
         model = model.to(self.device)
-        if self.workload.fit:
-            head = self._head(model)
+        if self.workload.fit and f"{(head := self._head(model))}.weight" in new:
             fit_head(model, head, map(self.batch, self._examples_to_fit()), lambda rows: self.setup.logits(model, rows))
-            new = sorted({*new, *(name for name in model.state_dict() if name.startswith(f"{head}."))})
         state = model.state_dict()
         made = {name: state[name].cpu().contiguous().clone() for name in new}
         with translated(ExperimentError, f"{file} cannot be written"):
