@@ -41,6 +41,7 @@ bench: install
 	$(BIN)/python -m benchmarks.memory --json results/memory.json
 	$(BIN)/python -m benchmarks.scaling --json results/scaling.json
 	$(BIN)/python -m benchmarks.replay --json results/replay.json
+	$(BIN)/python -m benchmarks.resume --json results/resume.json
 	$(BIN)/python -m benchmarks.backpropagation --json results/backpropagation.json
 	$(BIN)/python -m benchmarks.auto --json results/auto.json
 	$(BIN)/python -m benchmarks.lines --json results/lines.json

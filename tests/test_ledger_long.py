@@ -130,3 +130,25 @@ def test_a_search_that_decides_otherwise_is_told_of_as_step_by_step(path, place,
             resume(path, Net(), by_step=by_step)
         told.append(str(e.value))
     assert told[0] == told[1]
+
+
+UNSOUND = {
+    "kind": (0, -1.0),
+    "queries": (1, -1.0),
+    "decision": (-1, 1e300),
+    "offset": (-2, 1e300),
+    "loss": (-3, math.inf),
+}
+
+
+@pytest.mark.parametrize("name", UNSOUND)
+def test_numbers_that_no_step_has_are_left_to_the_slow_way(path, name):
+    """Without a warning of numpy's."""
+    recorded(path, steps=4)[1].recorder.close()
+    run, (place, wrong) = ft.ledger.read(path), UNSOUND[name]
+    assert len(run.plain(0, 4).t) == 4
+    for value in (math.inf, math.nan, wrong):
+        numbers = bytearray(run._rows[2].numbers)
+        struct.pack_into("<d", numbers, 8 * place if place >= 0 else len(numbers) + 8 * place, value)
+        run._rows[2] = Row(bytes(numbers))
+        assert run.plain(0, 4) is None
