@@ -31,7 +31,7 @@ methods = [{method = "VS2P", lr = [1]}]
 """
 
 
-class Done(Exception):
+class DoneError(Exception):
     """The parent sends no further run."""
 
 
@@ -44,7 +44,7 @@ class Pipe:
 
     def recv(self):
         if not self.runs:
-            raise Done
+            raise DoneError
         return self.runs.pop()
 
 
@@ -76,7 +76,7 @@ def test_a_worker_says_what_to_do_and_the_run_resumes(tmp_path, monkeypatch, fai
     monkeypatch.setattr(comparison, "execute", fail_midway)
     monkeypatch.setattr(comparison, "_end_with_parent", lambda: None)
     pipe, before = Pipe(run), signal.getsignal(signal.SIGINT)
-    with pytest.raises(Done):
+    with pytest.raises(DoneError):
         comparison._serve(pipe, tmp_path / "failed", Sources(), Machine(threads=torch.get_num_threads()))
     signal.signal(signal.SIGINT, before)
     assert [event.text for event in pipe.told if isinstance(event, Failed)] == [
