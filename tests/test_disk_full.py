@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from forwardtune.cli.main import app
 from forwardtune.errors import ForwardTuneError
-from forwardtune.files import filled, replace_file, write_text
+from forwardtune.files import create_file, filled, replace_file, write_text
 from tests.helpers import tiny
 from tests.helpers.texts import write_jsonl
 
@@ -113,6 +113,21 @@ def test_a_file_that_cannot_be_made_is_named(tmp_path, monkeypatch):
     assert error.value.filename == str(file)
     with pytest.raises(OSError, match=r"No such file or directory: '[^']*/missing'$"):  # not to be written, to be read
         replace_file(file, lambda new: shutil.copyfile(tmp_path / "missing", new))
+    assert not list(tmp_path.iterdir())
+
+
+def test_on_a_read_only_file_system_it_is_named_too(tmp_path, monkeypatch):
+    """There even removing what is not there fails."""
+
+    def read_only(path, *_, **__):
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "write_text", read_only)
+    monkeypatch.setattr(Path, "unlink", read_only)
+    file = tmp_path / "page.html"
+    for make in (replace_file, create_file):
+        with pytest.raises(OSError, match=r"^\[Errno 30\] Read-only file system: '.*/page\.html'$"):
+            make(file, lambda new: new.write_text("text"))
     assert not list(tmp_path.iterdir())
 
 

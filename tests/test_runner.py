@@ -391,3 +391,19 @@ def test_machines():
     assert Machine.choose("cpu", threads=machine.workers).workers == 1
     with pytest.raises(ExperimentError, match="the device 'cuda:77' cannot be used"):
         Machine.choose("cuda:77")
+
+
+def test_a_folder_that_is_moved_during_a_run_is_told_of_and_goes_on_when_it_is_back(tmp_path):
+    (run, *_), folder = plan(parse()), tmp_path / "store"
+    make(run, Store(tmp_path / "whole"))
+
+    def move(event):
+        if isinstance(event, Progressed) and folder.exists():
+            folder.rename(tmp_path / "elsewhere")
+
+    with pytest.raises(ExperimentError, match=r"store/.* cannot be written; make room or put it back, then run the"):
+        make(run, Store(folder), move)
+    assert not folder.exists()
+    (tmp_path / "elsewhere").rename(folder)
+    make(run, Store(folder))
+    assert outcomes(folder) == outcomes(tmp_path / "whole")

@@ -60,6 +60,12 @@ class ExperimentError(ForwardTuneError, RuntimeError):
     """A comparison cannot be read, run or reported."""
 
 
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: on a CPU torch says so in a plain `RuntimeError`, on a GPU by a class of its own."""
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    return isinstance(error, MemoryError) or "can't allocate memory" in text or "out of memory" in text
+
+
 INTERNAL = ("torch", "forwardtune", "transformers", "accelerate")
 """Packages that call each other on the user's behalf: a warning points past them."""
 

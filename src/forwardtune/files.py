@@ -46,13 +46,13 @@ def replace_file(path: Path, make: Make) -> None:
     """Makes a file, or replaces the one that exists, atomically."""
     new = temporary(path)
     try:
-        with _naming(path):
+        with naming(path):
             make(new)
             give_usual_mode(new)
             sync_file(new)
         os.replace(new, path)
     finally:
-        new.unlink(missing_ok=True)
+        _discard(new)
     sync_folder(path.parent)
 
 
@@ -60,7 +60,7 @@ def create_file(path: Path, make: Make) -> None:
     """Makes a file atomically; one that already exists is left alone, and raises a `FileExistsError`."""
     new = temporary(path)
     try:
-        with _naming(path):
+        with naming(path):
             make(new)
             give_usual_mode(new)
             sync_file(new)
@@ -71,7 +71,7 @@ def create_file(path: Path, make: Make) -> None:
                 raise FileExistsError(f"{path} already exists") from None
             new.rename(path)  # a file system without links
     finally:
-        new.unlink(missing_ok=True)
+        _discard(new)
     sync_folder(path.parent)
 
 
@@ -81,7 +81,7 @@ def filled(folder: Path) -> Iterator[Path]:
     new = folder / ".new"
     shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
     try:
-        with _naming(folder):
+        with naming(folder):
             new.mkdir(parents=True)
             yield new
             for file in new.rglob("*"):
@@ -98,8 +98,14 @@ def filled(folder: Path) -> Iterator[Path]:
     sync_folder(folder)
 
 
+def _discard(new: Path) -> None:
+    """Removes what may be there; where nothing can be written, the error under way says so."""
+    with suppress(OSError):
+        new.unlink(missing_ok=True)
+
+
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
     """Failures to write name what was to be made, not a part of it that will be gone; a full disk names nothing."""
     try:
         yield

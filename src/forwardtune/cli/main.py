@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 import typer
 
 from forwardtune.cli import doctor, experiments, finetune, sweep
 from forwardtune.cli.ledger import app as ledger
 from forwardtune.cli.options import Console
-from forwardtune.errors import ForwardTuneError
+from forwardtune.errors import ForwardTuneError, is_lack_of_memory
 
 app = typer.Typer(
     name="forwardtune",
@@ -39,5 +40,13 @@ def main() -> None:
     try:
         app()
     except (ForwardTuneError, OSError) as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", style="red", markup=False)
-        sys.exit(1)
+        _fail(str(error))
+    except (MemoryError, RuntimeError) as error:
+        if not is_lack_of_memory(error):
+            raise
+        _fail("memory ran out; free some, or choose a smaller model or --batch; a run that had begun can be resumed")
+
+
+def _fail(text: str) -> NoReturn:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {text}", style="red", markup=False)
+    sys.exit(1)

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import torch
 
-from forwardtune.errors import ExperimentError, ForwardTuneError
+from forwardtune.errors import ExperimentError, ForwardTuneError, is_lack_of_memory
 from forwardtune.experiments.cores import allowed
 from forwardtune.experiments.events import Event, Failed, Finished, MakingBase, Noted, Planned, Tell, ignore
 from forwardtune.experiments.evidence import Evidence
@@ -33,6 +33,8 @@ from forwardtune.experiments.store import Store
 from forwardtune.files import translated, write_text
 from forwardtune.tasks import Sources, Task, Tasks
 from forwardtune.tasks.identity import file_digest
+
+LESS_MEMORY = "the same command resumes where it left off, and needs less memory with --workers 1"
 
 
 @dataclass(frozen=True)
@@ -196,8 +198,7 @@ class _WorkerPool:
         worker = self.workers.pop(pipe)
         worker.join(5)
         raise ExperimentError(
-            f"a worker process died (exit code {worker.exitcode}; -9 is often a lack of memory); the same command "
-            "resumes where it left off, and needs less memory with --workers 1"
+            f"a worker process died (exit code {worker.exitcode}; -9 is often a lack of memory); {LESS_MEMORY}"
         ) from None
 
 
@@ -225,8 +226,9 @@ def _serve(pipe: Connection, folder: Path, sources: Sources, machine: Machine) -
             execute(run, store, tasks[run.workload], pipe.send)
         except ForwardTuneError as error:
             pipe.send(Failed(f"{run.title}: {error}"))
-        except Exception:
-            pipe.send(Failed(f"{run.title} failed unexpectedly:\n{traceback.format_exc()}"))
+        except Exception as error:
+            told = f"{run.title} failed unexpectedly:\n{traceback.format_exc()}"
+            pipe.send(Failed(f"{run.title} ran out of memory; {LESS_MEMORY}" if is_lack_of_memory(error) else told))
 
 
 def _end_with_parent() -> None:

@@ -58,7 +58,10 @@ class EvaluationLog:
 
     def add(self, evaluation: Evaluation) -> None:
         with (
-            translated(ExperimentError, f"{self.file} cannot be written; make room, then run the same command again"),
+            translated(
+                ExperimentError,
+                f"{self.file} cannot be written; make room or put it back, then run the same command again",
+            ),
             open(self.file, "a", encoding="utf-8") as file,
         ):
             file.write(json.dumps(evaluation.to_json()) + "\n")

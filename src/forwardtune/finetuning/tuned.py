@@ -25,11 +25,11 @@ from forwardtune import ledger as ledgers
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments.result import Json
 from forwardtune.experiments.store import read_json
-from forwardtune.files import give_usual_mode, temporary, translated
+from forwardtune.files import give_usual_mode, naming, temporary, translated
 from forwardtune.metrics import perplexity
 from forwardtune.tasks import Sources
 from forwardtune.tasks.texts.data import Text
-from forwardtune.tasks.texts.models import PretrainedModel, quiet
+from forwardtune.tasks.texts.models import PretrainedModel, load_adapter, quiet
 from forwardtune.tasks.texts.setups import Language, score_between
 from forwardtune.tasks.texts.task import CHUNK
 from forwardtune.tasks.texts.workload import ADAPTERS, DTYPES, SETUPS
@@ -95,19 +95,16 @@ class Tuned:
         if settings.adapter == "none" and base:
             raise ExperimentError(f"{folder} holds a whole model, which needs no base; leave --base out")
         path = str(folder) if settings.adapter == "none" else _base(folder, settings, base, download)
-        self._language = PretrainedModel(path, settings.setup, "none", settings.dtype, settings.pad_token)
+        self._language = PretrainedModel(path, settings.setup, settings.adapter, settings.dtype, settings.pad_token)
         self._language.check_size(torch.device(device))
         self._setup = self._language.setup(settings.columns, settings.template, settings.words, settings.max_length)
         self._model = self._load(folder).to(device).eval()
 
     def _load(self, folder: Path) -> nn.Module:
         model, _ = self._language.build(self._setup.answers)
-        if self.settings.adapter == "none":
-            return model
-        from peft import PeftModel
-
-        adapted: nn.Module = PeftModel.from_pretrained(model, str(folder))
-        return adapted
+        if self.settings.adapter != "none":
+            load_adapter(model, folder / "adapter_model.safetensors")
+        return model
 
     @torch.inference_mode()
     def answers(self, texts: Sequence[Text]) -> Iterator[Answer]:
@@ -143,7 +140,7 @@ def replayed(folder: Path, base: str | None, out: Path, *, download: bool = Fals
     ledgers.replay(model, folder / LEDGER)
     new = temporary(out)
     try:
-        with quiet(), translated(ExperimentError, f"{out} cannot be written"):
+        with quiet(), translated(ExperimentError, f"{out} cannot be written"), naming(out):
             model.save_pretrained(new)
             language.tokenizer.save_pretrained(new)
             give_usual_mode(*new.glob("*.safetensors"))

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import nn
 
 from forwardtune._compat.transformers import transformers
@@ -31,6 +32,10 @@ class PretrainedModel:
     ) -> None:
         self.path, self.adapter, self.dtype = str(path), adapter, dtype
         self._place, self._file = location(self.path)
+        if (Path(self._place) / "adapter_config.json").exists():  # which transformers would load along
+            raise ExperimentError(
+                f"{self.path} holds an adapter beside a model; merge them, or move adapter_config.json away"
+            )
         with self._errors("config"), quiet():
             self.config = transformers.AutoConfig.from_pretrained(self._place, trust_remote_code=False, **self._file)
         self.kind = self._kind()
@@ -182,6 +187,20 @@ def adapt(model: nn.Module, adapter: str, task: str | None) -> nn.Module:
         ) from None
     adapted.eval()
     return adapted  # type: ignore[no-any-return]
+
+
+def load_adapter(model: nn.Module, file: Path) -> None:
+    """Gives an adapter the weights in a file; of the files beside it, which may name models and code, none is read."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    try:
+        weights = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ExperimentError(f"the adapter {file} cannot be read ({error}); tune the model again") from None
+    own = get_peft_model_state_dict(model, save_embedding_layers=False)  # "auto" may ask the Hub
+    if {name: tensor.shape for name, tensor in weights.items()} != {name: own[name].shape for name in own}:
+        raise ExperimentError(f"{file} does not hold the weights that this adapter has on this base; name its own base")
+    set_peft_model_state_dict(model, weights)
 
 
 def _elements(folder: Path, config: Any) -> int:
