@@ -15,7 +15,7 @@ from forwardtune import auto
 from forwardtune.errors import InvalidArgumentError
 from forwardtune.line import Line
 from forwardtune.noise.backends.cpu_numba import CpuNumba
-from forwardtune.record import Review
+from forwardtune.record import LineRecord, Review, StepRecord
 from tests.helpers.optimizers import loss_of, problem, weights
 
 BOTH = pytest.mark.parametrize("method", [ft.VS2P, ft.STP])
@@ -106,6 +106,22 @@ def test_a_group_that_is_added_is_not_part_of_a_review_of_steps_before():
     frozen.requires_grad_(False)
     optimizer.step(loss)
     assert len(optimizer.auto["trail"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("losses", "r"),
+    [  # at 0.1, 0.1 and 0; curvatures of either sign, as on a few texts, and the same that agree
+        ([(0.438, 0.232, 0.365), (0.496, 0.440, 0.567), (0.520, 0.513, 0.342), (0.347, 0.594, 0.500)], 0.1),
+        ([(0.438, 0.232, 0.330), (0.496, 0.440, 0.463), (0.520, 0.513, 0.5115), (0.347, 0.594, 0.4655)], 0.3225),
+    ],
+)
+def test_where_curvatures_disagree_a_run_begins_no_further_out_than_it_surveyed(losses, r):
+    state = {**auto.start(), "r": 0.1}
+    for step, three in enumerate(losses):
+        line = LineRecord((0.1, -0.1, 0.0), three, 0.0)
+        state = auto.after_step(state, StepRecord.of(step, [(line,)], queries=3 * step + 3, taken=True))
+    assert not auto.is_surveying(state)
+    assert state["r"] == pytest.approx(r, rel=0.01)
 
 
 def test_a_survey_of_a_plateau_ends_where_it_began():

@@ -88,6 +88,7 @@ def test_names_are_broken_at_their_dots(home, monkeypatch):
 
 @pytest.mark.filterwarnings("default")
 def test_a_run_tells_which_lines_examples_had(home, monkeypatch):
+    from forwardtune import auto
     from forwardtune.layers import perturbation
 
     rows = tiny.reviews(40)
@@ -108,6 +109,7 @@ def test_a_run_tells_which_lines_examples_had(home, monkeypatch):
     assert result["run"]["settings"]["probes"] == "layerwise"
     assert stat.S_IMODE((home / "known" / "model.safetensors").stat().st_mode) == 0o644
     monkeypatch.setattr(perturbation, "rule_of", lambda layer: None)
+    monkeypatch.setattr(auto, "WORTH", 0.0)  # lines of their own are tried
     done = CliRunner().invoke(app, shlex.split(f"{command} --out strange"))
     assert done.exit_code == 0, done.exception
     note = " ".join(done.stderr.split())

@@ -33,7 +33,7 @@ def standardized(model, x):
 def test_classes_are_fitted_as_by_scikit_learn():
     model, x, noisy = problem()
     y = noisy.argmax(1)
-    fitted = fit_head(model, "2", [(x[:100], y[:100]), (x[100:], y[100:])])
+    fitted = fit_head(model, model[2], [(x[:100], y[:100]), (x[100:], y[100:])])
     reference = LogisticRegression(C=1 / (fitted.penalty * len(x)), tol=1e-8, max_iter=10_000)
     expected = reference.fit(standardized(model, x), y.numpy()).predict_proba(standardized(model, x))
     np.testing.assert_allclose(model(x).softmax(1).detach().numpy(), expected, atol=1e-3)
@@ -101,6 +101,8 @@ def test_what_cannot_be_fitted_is_refused_and_the_model_stays(head, labels, mess
     assert list(model) == layers
     with pytest.raises(InvalidArgumentError, match=r"the outputs of '0\.2' are not the model's; name the Linear that"):
         fit_head(nn.Sequential(model, nn.Softmax(1)), "0.2", [(x, torch.zeros(300).long())])
+    with pytest.raises(InvalidArgumentError, match="batches must be pairs of inputs and a tensor of labels"):
+        fit_head(model, "2", [x])
     with pytest.raises(InvalidArgumentError, match="there are no batches"):
         fit_head(model, "2", [])
 

@@ -93,6 +93,9 @@ def test_files_that_hold_no_weights_are_refused(tmp_path):
         (tmp_path / name).write_bytes(b"nothing")
         with pytest.raises(ExperimentError, match=f"the weights .*{name} cannot be read"):
             networks.read_weights(tmp_path / name)
+    (tmp_path / "text.pth").write_text("just text\nmore\n")
+    with pytest.raises(ExperimentError, match=r"the weights .*text.pth cannot be read"):
+        networks.read_weights(tmp_path / "text.pth")
     task = task_of("resnet18", "other.pth", Sources(None, tmp_path))
     with pytest.raises(ExperimentError, match=r"there is no file at .*other.pth; put it there, or set weights to"):
         task.check()

@@ -14,6 +14,8 @@ PUBLIC = {
     "Decision",
     "ExperimentError",
     "Field",
+    "FittedHead",
+    "fit_head",
     "ForwardTuneError",
     "InvalidArgumentError",
     "Ledger",

@@ -5,7 +5,8 @@ One number, `r`, is how far a step probes and how far it moves at most. A run fi
 *Survey.* The first steps probe at `+r`, `-r` and 0 and do not move. Along a parabola with slope `gamma` and curvature
 `h`, half the difference of the outer losses is `L = r abs(gamma)`, and what their mean lies above the middle one is
 `Q = r^2 h/2`. The best step is `abs(gamma)/h = r L/(2 Q)`. Of sums over a few steps this is the size to begin with,
-halved, since each slope is that of one batch. Where `Q` is negligible compared with `L`, or most probes see no
+halved, since each slope is that of one batch; if the curvatures differ so much that their mean is within its standard
+error, it is no further out than was surveyed. Where `Q` is negligible compared with `L`, or most probes see no
 difference at all, the survey goes on ten times further out; after a loss that is not finite, ten times nearer.
 
 *Review.* Every `SPAN` steps the loss of a new batch is queried where the last `SPAN` steps began, and where they would
@@ -35,7 +36,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any, cast
 
 from forwardtune.arguments import Directions
@@ -243,8 +244,15 @@ def _after_survey(auto: Auto, record: StepRecord) -> Auto:
     if linear == 0:  # a plateau as far as one can see
         return {**auto, "r": START, "surveyed": None}
     best = r * linear / (2 * curved) if felt else r
+    if not _is_clear([curvature for _, curvature in surveyed]):  # no further than was surveyed
+        best = min(best, 2 * r)
     slope = linear / len(surveyed) / r * _steeper(auto, len(record.lines))
     return {**auto, "r": best / 2 * _gain(auto, len(record.lines)), "slope": slope, "surveyed": None}
+
+
+def _is_clear(curvatures: Sequence[float]) -> bool:
+    """Whether their mean is above its standard error."""
+    return len(curvatures) < 2 or fmean(curvatures) > stdev(curvatures) / math.sqrt(len(curvatures))
 
 
 def _after_shared(auto: Auto, record: StepRecord) -> Auto:

@@ -11,7 +11,7 @@ is predicted best; then all of them are fitted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,13 +40,13 @@ class FittedHead:
 @torch.no_grad()
 def fit_head(
     model: nn.Module,
-    head: str,
+    head: str | nn.Linear,
     batches: Iterable[tuple[Any, Tensor]],
     forward: Callable[[Any], Tensor] | None = None,
 ) -> FittedHead:
     """Fits a linear head in place, with one forward pass per batch, and one more of the first; nothing else changes.
 
-    head: the name of the last `Linear` in the model, whose outputs are the model's.
+    head: the last `Linear` in the model, whose outputs are the model's, or its name.
     batches: pairs of inputs and labels. Classes are fitted by the cross entropy; with floating-point labels the head
         has one output, which is fitted by the squared error.
     forward: computes the outputs from inputs, if that takes more than calling the model with them.
@@ -57,7 +57,10 @@ def fit_head(
     >>> fitted.examples, fitted.held_out_loss < 0.2
     (200, True)
     """
-    linear = dict(model.named_modules()).get(head) if head else None
+    layers: dict[str, nn.Module] = dict(model.named_modules())
+    if isinstance(head, nn.Module):
+        head = next((name for name, layer in layers.items() if layer is head), "")
+    linear = layers.get(head) if head else None
     if type(linear) is not nn.Linear or not linear.weight.is_floating_point():
         kind = "no layer of the model" if linear is None else f"a {type(linear).__name__}"
         raise InvalidArgumentError(f"the head {head!r} is {kind}; {_REMEDY}")
@@ -101,7 +104,10 @@ def _inputs(
     ys: list[Tensor] = []
     model.eval()
     try:
-        for inputs, labels in batches:
+        for batch in batches:
+            if not isinstance(batch, Sequence) or len(batch) != 2 or not isinstance(batch[1], Tensor):
+                raise InvalidArgumentError("batches must be pairs of inputs and a tensor of labels")
+            inputs, labels = batch
             outputs = None if xs else forward(inputs)
             setattr(place, name, nn.Identity())
             try:

@@ -181,7 +181,8 @@ def finetune(
         raise ExperimentError("--decay goes with an --lr; without one steps become smaller by themselves")
     budget = queries or (steps or 1000) * by.queries_per_step
     if by.is_auto and budget < LEAST_AUTO:
-        raise ExperimentError(f"{budget} queries are too few to find a rate; give --queries {LEAST_AUTO}, or an --lr")
+        least = f"--steps {-(-LEAST_AUTO // by.queries_per_step)}" if steps else f"--queries {LEAST_AUTO}"
+        raise ExperimentError(f"{budget} queries are too few to find a rate; give {least}, or an --lr")
     workload = TextWorkload(
         name=task or (train or Path()).stem,
         data=task or (PLAIN if is_language else FILES),

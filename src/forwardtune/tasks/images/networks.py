@@ -10,7 +10,6 @@ patches, with its positional embedding interpolated from the 14 x 14 grid (bicub
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -18,7 +17,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -101,7 +99,7 @@ def read_weights(file: Path) -> dict[str, Tensor]:
         if file.suffix == ".safetensors":
             return load_file(file)
         content = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+    except Exception as error:  # whatever the first bytes of another file lead torch's unpickler to
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ExperimentError(f"the weights {file} cannot be read ({reason}); give another file") from None
     for key in ("state_dict", "model"):
