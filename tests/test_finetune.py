@@ -210,7 +210,9 @@ def test_a_stopped_run_goes_on(home, monkeypatch):
         ("--model model --train train.csv --lr 1 --rho -1", "--rho must be above zero and finite, not -1"),
         ("--model model --train train.csv --decay linear", "--decay goes with an --lr; without one steps become small"),
         ("--model model --train train.csv --lr 1 --decay liner", "decay 'liner' is not known .did you mean 'linear'"),
-        ("--model model --train train.csv --steps 20", "40 queries are too few to find a rate; give --queries 60"),
+        ("--model model --train train.csv --steps 20", "40 queries are too few to find a rate; give --steps 30"),
+        ("--model model --train train.csv --queries 40", "40 queries are too few to find a rate; give --queries 60"),
+        ("--model model --train train.csv --out train.csv", "train.csv is a file; choose a folder with --out"),
         ("--model model --train train.csv --method adam", "method 'adam' is not known"),
         ("--model model --train train.csv --method stp --rho 0.1", "STP probes at its --lr and has no rho"),
         ("--model model --train train.csv --adapter loar", "adapter 'loar' is not known"),
@@ -342,7 +344,9 @@ def test_a_folder_belongs_to_one_run(home):
         run("finetune --model model --seed 1 --quiet", USUAL)
     with pytest.raises(ExperimentError, match=r"model holds no tuned model: there is no forwardtune\.json"):
         run("predict --model model --text film")
-    with pytest.raises(ExperimentError, match="an example of this model is text: give --text for each, not 2 times"):
+    with pytest.raises(
+        ExperimentError, match="an example of this model is text: give --text once, or several examples"
+    ):
         run("predict --model tuned --text film --text plot")
     with pytest.raises(ExperimentError, match="give either texts"):
         run("predict --model tuned")

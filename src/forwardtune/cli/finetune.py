@@ -146,6 +146,11 @@ def finetune(
         raise ExperimentError("name either a task (--task sst2 --data DIR) or a table or text file (--train FILE)")
     if task and (test or text_column or label_column):
         raise ExperimentError("--test, --text-column and --label-column apply only with --train; leave them out")
+    for file in (train, test):
+        if file and not file.is_file():
+            raise ExperimentError(f"there is no file at {file}; put it there, or name another")
+    if out.exists() and not out.is_dir():
+        raise ExperimentError(f"{out} is a file; choose a folder with --out")
     is_language = "lm" in (objective, setup)
     if train and train.suffix == ".txt" and not is_language:
         raise ExperimentError(
@@ -282,8 +287,11 @@ def predict(
     columns = tuned.settings.columns
     if text:
         if len(text) != len(columns):
-            wanted = ", ".join(columns)
-            raise ExperimentError(f"an example of this model is {wanted}: give --text for each, not {len(text)} times")
+            times = "once" if len(columns) == 1 else "twice"
+            raise ExperimentError(
+                f"an example of this model is {', '.join(columns)}: give --text {times}, or several examples as a table "
+                "with --input"
+            )
         examples = [("the command", dict(zip(columns, text, strict=True)))]
     if input and input.suffix == ".txt":
         if len(columns) > 1 and tuned.settings.setup != LM:
