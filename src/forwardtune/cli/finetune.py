@@ -289,8 +289,8 @@ def predict(
         if len(text) != len(columns):
             times = "once" if len(columns) == 1 else "twice"
             raise ExperimentError(
-                f"an example of this model is {', '.join(columns)}: give --text {times}, or several examples as a table "
-                "with --input"
+                f"an example of this model is {', '.join(columns)}: give --text {times}, or several examples as a "
+                "table with --input"
             )
         examples = [("the command", dict(zip(columns, text, strict=True)))]
     if input and input.suffix == ".txt":
