@@ -24,7 +24,9 @@ def make_up(folder, name, metric="accuracy", **fields):
         host = Circumstances(Host("a host", "a CPU", 2, "Linux"), "", "2026-01-02T03:04:05+00:00", 1, 36, 1)
         curve = Curve((0, 10, 20, 30), (before, after, after, after))
         code = Code({"torch": "2.0"}, "0123456789", True)
-        store.save(made_up(curve, id=run.id, code=code, circumstances=host, metrics=(metric,), **fields))
+        store.save(
+            made_up(curve, id=run.id, run=run.description, code=code, circumstances=host, metrics=(metric,), **fields)
+        )
 
 
 def test_auto_stands_beside_every_grid(tmp_path):

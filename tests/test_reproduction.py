@@ -31,6 +31,7 @@ def make_up(folder, name, but=()):
             made_up(
                 Curve((0, 10, 20, 30), (before, after, after, after)),
                 id=run.id,
+                run=run.description,
                 data=DataFacts(run.workload.data, 777, 55, "", "a batch is missing"),
                 code=Code({"torch": "2.0"}, "0123456789abcdef", True),
                 circumstances=Circumstances(
