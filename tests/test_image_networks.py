@@ -44,7 +44,7 @@ def test_weights_from_a_file_but_for_the_head(network, suffix, tmp_path):
         save_file(weights, file)
     task, head = task_of(network, file.name, Sources(None, tmp_path)), networks.HEADS[network]
     base = base_of(task, tmp_path)
-    new = (f"{head}.weight", f"{head}.bias", "running_mean", "running_var", "num_batches_tracked")
+    new = (f"{head}.weight", f"{head}.bias", "running_mean", "running_var", "num_batches_tracked", "pos_embedding")
     assert all(name.endswith(new) for name in load_file(base))  # what the file has is not written again
     for name, tensor in task.start(base).state_dict().items():
         if name.startswith(f"{head}."):

@@ -83,16 +83,14 @@ def language_model():
 
 
 def comparison():
-    """A store with a finished run, whose name is ID, and a spec."""
+    """A store with a finished run, whose id stands for "ID", and a spec."""
     from tests.helpers.comparisons import TEXT, finished
 
     text = TEXT.replace("seeds = [0, 1]", "seeds = [0]").replace("lr = [1, 4]", "lr = [1]")
     _, store = finished(Path("results/digits"), text)
     run = next(store.runs.glob("*.json"))
-    run.with_name("ID.json").write_text(run.read_text().replace(run.stem, "ID"))
-    store.ledger("ID").write_bytes(store.ledger(run.stem).read_bytes())
     Path("mine.toml").write_text(text)
-    return {}
+    return {"ID": run.stem}
 
 
 NEEDS = {
@@ -115,6 +113,9 @@ def execute(document, number):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and node.value.value is ...:
             names["training"](names)
         else:
+            for part in ast.walk(node):
+                if isinstance(part, ast.Constant) and part.value == "ID":
+                    part.value = names["ID"]
             exec(compile(ast.Module([node], []), document, "exec"), names)
 
 

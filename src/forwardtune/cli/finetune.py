@@ -146,11 +146,6 @@ def finetune(
         raise ExperimentError("name either a task (--task sst2 --data DIR) or a table or text file (--train FILE)")
     if task and (test or text_column or label_column):
         raise ExperimentError("--test, --text-column and --label-column apply only with --train; leave them out")
-    for file in (train, test):
-        if file and not file.is_file():
-            raise ExperimentError(f"there is no file at {file}; put it there, or name another")
-    if out.exists() and not out.is_dir():
-        raise ExperimentError(f"{out} is a file; choose a folder with --out")
     is_language = "lm" in (objective, setup)
     if train and train.suffix == ".txt" and not is_language:
         raise ExperimentError(
@@ -161,6 +156,11 @@ def finetune(
         raise ExperimentError(
             "with --objective lm the texts themselves are learned; leave --label-column and other setups out"
         )
+    for file in (train, test):
+        if file and not file.is_file():
+            raise ExperimentError(f"there is no file at {file}; put it there, or name another")
+    if out.exists() and not out.is_dir():
+        raise ExperimentError(f"{out} is a file; choose a folder with --out")
     if sum(length is not None for length in (steps, queries, minutes)) > 1:
         raise ExperimentError("--steps, --queries and --minutes each say how long the run is; give one of them")
     _check_positive("--minutes", minutes)
