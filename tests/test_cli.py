@@ -213,11 +213,13 @@ def test_help_is_whole_in_eighty_columns(names, monkeypatch):
         ("", "there is no model at nowhere:"),
     ],
 )
-def test_wrong_flags_are_told_before_anything_slow_is_imported(flags, message, monkeypatch):
+def test_wrong_flags_are_told_before_anything_slow_is_imported(flags, message, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.csv").touch()
     slow = ["_compat.transformers", "finetuning.tune"] + ["tasks", "experiments.spec"] * (flags.split(" ")[0] in QUICK)
     for name in slow:
         monkeypatch.setitem(sys.modules, f"forwardtune.{name}", None)  # importing it is an error
-    done = CliRunner().invoke(app, shlex.split(f"finetune --model nowhere --train none.csv {flags}"))
+    done = CliRunner().invoke(app, shlex.split(f"finetune --model nowhere --train train.csv {flags}"))
     assert isinstance(done.exception, ft.ExperimentError | ft.InvalidArgumentError), done.exception
     assert str(done.exception).startswith(message)
 
