@@ -68,26 +68,41 @@ def fit_head(
     if len(x) < FEWEST:
         raise InvalidArgumentError(f"{len(x)} examples are too few to fit a head; give at least {FEWEST}")
     y = _checked_labels(y, linear).to(x.dtype if y.is_floating_point() else torch.long)
-    scale = x.var(0, correction=0).sqrt() if linear.bias is not None else x.square().mean(0).sqrt()
+    weight, bias, fitted = fit_linear(x, y, linear.out_features, bias=linear.bias is not None)
+    linear.weight.copy_(weight)
+    if linear.bias is not None:
+        linear.bias.copy_(bias)
+    return fitted
+
+
+def fit_linear(x: Tensor, y: Tensor, outputs: int, *, bias: bool = True) -> tuple[Tensor, Tensor, FittedHead]:
+    """The weight and the bias of a head with these inputs.
+
+    y: classes, or the probability of each, which are fitted by the cross entropy; or numbers for one output, which are
+        fitted by the squared error.
+    """
+    scale = x.var(0, correction=0).sqrt() if bias else x.square().mean(0).sqrt()
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    shift = x.mean(0) if linear.bias is not None else torch.zeros_like(scale)
-    z, constant = (x - shift) / scale, torch.full((len(x), 1), float(linear.bias is not None)).to(x)
+    shift = x.mean(0) if bias else torch.zeros_like(scale)
+    z, constant = (x - shift) / scale, torch.full((len(x), 1), float(bias)).to(x)
     z = torch.cat([z, constant], 1)
-    order = torch.randperm(len(z), generator=torch.Generator().manual_seed(0)).to(z.device)
-    out, used = order[: len(z) // 5], order[len(z) // 5 :]
-    penalty, best, solution = PENALTIES[0], float("inf"), z.new_zeros(linear.out_features, z.shape[1])
+    out = is_left_out(len(z)).to(z.device)
+    penalty, best, solution = PENALTIES[0], float("inf"), z.new_zeros(outputs, z.shape[1])
     for tried in PENALTIES:
-        solution = _solve(solution, z[used], y[used], tried)
+        solution = _solve(solution, z[~out], y[~out], tried)
         loss = _loss(z[out] @ solution.T, y[out]).item()
         if not loss < best:
             break
         penalty, best = tried, loss
     solution = _solve(solution, z, y, penalty)
     weight, constant = solution[:, :-1] / scale, solution[:, -1]
-    linear.weight.copy_(weight)
-    if linear.bias is not None:
-        linear.bias.copy_(constant - weight @ shift)
-    return FittedHead(len(z), penalty, best)
+    return weight, constant - weight @ shift, FittedHead(len(z), penalty, best)
+
+
+def is_left_out(examples: int) -> Tensor:
+    """A fifth of the examples, drawn once, as a mask."""
+    order = torch.randperm(examples, generator=torch.Generator().manual_seed(0))
+    return torch.zeros(examples, dtype=torch.bool).index_fill(0, order[: examples // 5], True)
 
 
 def _inputs(
@@ -176,11 +191,15 @@ def _solve(start: Tensor, z: Tensor, y: Tensor, penalty: float) -> Tensor:
 
 
 def _loss(outputs: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(outputs[:, 0], y) if y.is_floating_point() else F.cross_entropy(outputs, y)
+    return F.mse_loss(outputs[:, 0], y) if _are_numbers(y) else F.cross_entropy(outputs, y)
 
 
 def _residual(outputs: Tensor, y: Tensor) -> Tensor:
     """The derivative of each example's loss by its outputs."""
-    if y.is_floating_point():
+    if _are_numbers(y):
         return 2 * (outputs - y[:, None])
-    return outputs.softmax(1) - F.one_hot(y, outputs.shape[1])
+    return outputs.softmax(1) - (y if y.ndim == 2 else F.one_hot(y, outputs.shape[1]))
+
+
+def _are_numbers(y: Tensor) -> bool:
+    return y.is_floating_point() and y.ndim == 1

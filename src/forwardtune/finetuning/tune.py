@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from forwardtune import ledger as ledgers
 from forwardtune.errors import ExperimentError, LedgerError
@@ -25,10 +25,10 @@ from forwardtune.finetuning.budget import Budget, BudgetFile, fitted
 from forwardtune.finetuning.card import card
 from forwardtune.finetuning.kept import Keep, Kept, kept
 from forwardtune.finetuning.pace import Pace, measure
-from forwardtune.finetuning.tuned import FORMAT, LEDGER, NEW, SETTINGS, Settings
+from forwardtune.finetuning.tuned import FORMAT, LEDGER, NEW, READ, SETTINGS, Settings
 from forwardtune.tasks import Sources, TextWorkload, prepare
 from forwardtune.tasks.texts.models import quiet
-from forwardtune.tasks.texts.task import TextTask
+from forwardtune.tasks.texts.task import READOUT, TextTask
 
 
 def finetune(
@@ -83,7 +83,8 @@ def finetune(
 def _measured(run: Run, task: TextTask, store: Store, threads: int | None, tell: Tell) -> tuple[Pace, Ready]:
     """The pace of a run that has not begun, with the best number of threads if none is given."""
     if fit := min(run.workload.fit, task.examples):
-        tell(Noted(f"a new head is fitted to {fit:,} training examples first"))
+        what = "a new head" if task.language.setup_name == "head" else "how answers are read"
+        tell(Noted(f"{what} is fitted to {fit:,} training examples first"))
     model = make_base(task, store) or task.start(store.base(task.base_id))
     tell(Measuring(task.describe(model)))
     tried = [threads] if threads else [cores.free()] if task.device.type != "cpu" else sorted({1, cores.free()})
@@ -149,8 +150,10 @@ def _save(run: Run, task: TextTask, store: Store, executed: Executed, out: Path,
         with quiet():
             model.cpu().save_pretrained(new)
             task.language.tokenizer.save_pretrained(new)
-        if load_file(base):
+        if any(not name.startswith(READOUT) for name in load_file(base)):
             shutil.copyfile(base, new / NEW)
+        if task.setup.readout:
+            save_file({name: t.contiguous() for name, t in task.setup.readout._asdict().items()}, new / READ)
         write_text(new / "README.md", card(run, task, executed.result, chosen))
     _export(live, out / LEDGER, chosen)
     write_json(

@@ -4,6 +4,7 @@ model.safetensors, config.json, ...  the model and its tokenizer (with an adapte
 forwardtune.json                     how a text is put to it
 run.ledger                           the run: with the base weights it gives the tuned ones, bit for bit; while it is
                                      under way a link to its live ledger in run/, afterwards its export
+readout.safetensors                  how its answers are read, if that was fitted
 base.safetensors                     of a new head or adapter: its weights before the run
 README.md                            the card
 run/                                 the run under way and its budget, from which it resumes if it was stopped
@@ -18,26 +19,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
 from forwardtune import ledger as ledgers
-from forwardtune.errors import ExperimentError
+from forwardtune.errors import ExperimentError, InvalidArgumentError
 from forwardtune.experiments.result import Json
 from forwardtune.experiments.store import read_json
 from forwardtune.files import give_usual_mode, naming, temporary, translated
 from forwardtune.metrics import perplexity
+from forwardtune.readout import Readout
 from forwardtune.tasks import Sources
 from forwardtune.tasks.texts.data import Text
 from forwardtune.tasks.texts.models import PretrainedModel, load_adapter, quiet
-from forwardtune.tasks.texts.setups import Language, score_between
+from forwardtune.tasks.texts.setups import Language, Similarity, score_between
 from forwardtune.tasks.texts.task import CHUNK
 from forwardtune.tasks.texts.workload import ADAPTERS, DTYPES, SETUPS
 from forwardtune.toml_tables import at_least, build, one_of
 
-SETTINGS, LEDGER, NEW = "forwardtune.json", "run.ledger", "base.safetensors"
-FORMAT = 2
-"""Of the settings. In format 1 a head had a template, too, which nothing was put into."""
+SETTINGS, LEDGER, NEW, READ = "forwardtune.json", "run.ledger", "base.safetensors", "readout.safetensors"
+FORMAT = 3
+"""Of the settings. Before format 3 there is no readout; in format 1 heads have templates that nothing was put into."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class Tuned:
         self._language = PretrainedModel(path, settings.setup, settings.adapter, settings.dtype, settings.pad_token)
         self._language.check_size(torch.device(device))
         self._setup = self._language.setup(settings.columns, settings.template, settings.words, settings.max_length)
+        self._setup.readout = self._read_readout(folder / READ)
         self._model = self._load(folder).to(device).eval()
 
     def _load(self, folder: Path) -> nn.Module:
@@ -105,6 +109,16 @@ class Tuned:
         if self.settings.adapter != "none":
             load_adapter(model, folder / "adapter_model.safetensors")
         return model
+
+    def _read_readout(self, file: Path) -> Readout | None:
+        if not file.exists():
+            return None
+        answers = self._setup.answers
+        embeds = isinstance(self._setup, Similarity) and self._setup.labels
+        try:
+            return Readout.of(load_file(file), (answers, self._language.config.hidden_size if embeds else answers))
+        except (OSError, SafetensorError, InvalidArgumentError) as error:
+            raise ExperimentError(f"{file} cannot be read ({error}); tune the model again, in another folder") from None
 
     @torch.inference_mode()
     def answers(self, texts: Sequence[Text]) -> Iterator[Answer]:
@@ -165,7 +179,7 @@ def read_settings(folder: Path) -> Settings:
             f"{folder} holds no tuned model: there is no {SETTINGS}; `forwardtune finetune` makes one"
         )
     table = read_json(file)
-    if table.get("format") not in (1, FORMAT):
+    if table.get("format") not in (1, 2, FORMAT):
         raise ExperimentError(f"{file} was written by another version of forwardtune; use that version for it")
     if table["format"] == 1 and table.get("setup") == "head":
         table = {**table, "template": ""}

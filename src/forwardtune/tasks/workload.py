@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from forwardtune.errors import ExperimentError
 from forwardtune.heads import FEWEST
 from forwardtune.metrics import OF_CLASSES
+from forwardtune.tasks.computing import COMPUTE
 from forwardtune.toml_tables import at_least, is_name, one_of
 
 OBJECTIVES = ("loss", *OF_CLASSES)
@@ -20,7 +21,9 @@ class Workload:
     queries, epochs: the budget of a run, as either; an epoch is that of a method with two queries per step.
     objective: what is minimized on each batch: ``"loss"``, or one minus ``"accuracy"`` or ``"f1"``, which have no
         gradient.
-    fit: to how many training examples a new head is fitted before the runs begin; 0 leaves it as it was drawn.
+    fit: to how many training examples a new head is fitted before the runs begin or, where the model is asked in
+        its own terms, how its answers are read; 0 leaves both as they are.
+    compute: what layers compute in, ``"float32"`` or ``"bfloat16"``; weights and losses are in float32 either way.
     evaluations: how often, at equal intervals, the model is evaluated, not counting the start.
     train_examples, test_examples: on how many fixed examples of each set; 0 means all.
     """
@@ -35,6 +38,7 @@ class Workload:
     epochs: int | None = None
     objective: str = "loss"
     fit: int = 0
+    compute: str = "float32"
     evaluations: int = 40
     train_examples: int = 0
     test_examples: int = 0
@@ -47,6 +51,7 @@ class Workload:
             if (given := getattr(self, name)) is not None:
                 at_least(1, **{name: given})
         one_of("objective", self.objective, OBJECTIVES)
+        one_of("compute", self.compute, COMPUTE)
         if self.fit and self.fit < FEWEST:
             raise ExperimentError(f"fit must be 0 or a number of examples, at least {FEWEST}, not {self.fit}")
         at_least(0, train_examples=self.train_examples, test_examples=self.test_examples)

@@ -16,6 +16,7 @@ from forwardtune.errors import ExperimentError
 from forwardtune.files import replace_file, translated
 from forwardtune.heads import fit_head
 from forwardtune.metrics import metric, one_minus
+from forwardtune.tasks.computing import computed
 from forwardtune.tasks.identity import RULES, brief, file_digest, fingerprint
 from forwardtune.tasks.images import networks
 from forwardtune.tasks.images.data import Images
@@ -49,13 +50,16 @@ class ImageTask(Task):
         return networks.build(self.workload.network, self.images)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return self._objective(model(batch[0]), batch[1])
+        return self._objective(self._logits(model, batch[0]), batch[1])
 
     def losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        logits: Tensor = model(batch[0])
+        logits = self._logits(model, batch[0])
         if self.workload.objective != "loss":
             return (logits.argmax(1) != batch[1]).to(logits.dtype)
         return F.cross_entropy(logits, batch[1], reduction="none")
+
+    def _logits(self, model: nn.Module, x: Tensor) -> Tensor:
+        return computed(self.workload.compute, self.device, lambda: model(x))
 
     def _objective(self, logits: Tensor, actual: Tensor) -> Tensor:
         if self.workload.objective != "loss":
@@ -74,7 +78,7 @@ class ImageTask(Task):
 
     def _evaluated(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
         """The objective over all examples, and the predicted classes."""
-        logits = torch.cat([model(self._ready(some)) for some in x.split(CHUNK)])  # type: ignore[no-untyped-call]
+        logits = torch.cat([self._logits(model, self._ready(some)) for some in x.split(CHUNK)])  # type: ignore[no-untyped-call]
         return self._objective(logits, y.to(self.device)).item(), logits.argmax(1).cpu()
 
     def _ready(self, x: Tensor) -> Tensor:

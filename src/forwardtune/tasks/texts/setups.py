@@ -4,11 +4,14 @@ prompt: a language model is asked in its own terms. The text goes into a templat
     are words that may follow ("terrible", "great"); the logits of their first tokens are those of the answers. A model
     trained to continue texts knows something about the task before it is tuned, which few forward passes can build on.
 similarity: a sentence encoder is asked in its own terms, by the cosine of two embeddings (means over tokens). Two texts
-    are compared with each other, a single text with the answers ("It was terrible.", "It was great.").
+    are compared with each other, a single text with the answers ("It was terrible.", "It was great."), or after a fit
+    with vectors that tell the classes apart better.
 head: a new linear layer on top of the model, as usual with backpropagation; with a template a causal model reads the
     text and the question before it.
 lm: a language model is asked nothing. The only answer is the text itself, and its logit is the mean log-probability of
     its tokens.
+
+The answers of the first two are read off what the model computes by a linear map, which may be fitted to examples.
 
 A batch is split into buckets of similar length, each padded to its longest row: as many as cost least, counting padded
 tokens and passes.
@@ -28,12 +31,16 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from forwardtune.errors import ExperimentError
+from forwardtune.readout import Readout, calibrated, fitted
 from forwardtune.tasks.texts.data import Text
 
 SCALE, THRESHOLD = 10.0, 0.7
 """The cosine is multiplied by the one; above the other two texts count as alike."""
-PASS = 24
-"""What a pass costs beside its tokens, in tokens; measured on a CPU with models of 15 and 22 million weights."""
+PASS, FAST_PASS = 24, 100
+"""What a pass costs beside its tokens, in tokens, and with forward passes in bfloat16, where tokens cost less; measured
+on a CPU with models of 15 and 22 million weights."""
+
+_SEVERAL_ROWS = "texts that are compared are several rows each, and cannot have lines of their own"
 
 Row = dict[str, list[int]]
 Rows = tuple[Row, ...]
@@ -41,9 +48,10 @@ Rows = tuple[Row, ...]
 
 
 class Setup(ABC):
-    """`answers` is the number of logits."""
+    """`answers` is the number of logits; where there is a `readout` they are what it makes of the features."""
 
     answers: int
+    readout: Readout | None = None
 
     def __init__(self, tokenizer: Any, max_length: int) -> None:
         self.tokenizer, self.max_length = tokenizer, max_length
@@ -58,8 +66,20 @@ class Setup(ABC):
     def encode(self, text: Text) -> Rows: ...
 
     @abstractmethod
+    def features(self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False) -> Tensor:
+        """What the model computes of every example, in their order; `together` in one forward pass.
+
+        It is their logits, unless a setup says otherwise.
+        """
+
     def logits(self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False) -> Tensor:
-        """Of every example; `together` in one forward pass, in their order."""
+        """Of every example and answer."""
+        features = self.features(model, examples, together=together)
+        return features if self.readout is None else self.readout(features)
+
+    def fit(self, model: nn.Module, features: Tensor, targets: Tensor) -> None:
+        """Makes the readout from examples, if that helps; targets are labels, or the probability of each answer."""
+        self.readout = calibrated(features, targets)
 
     def _in_buckets(
         self,
@@ -73,7 +93,8 @@ class Setup(ABC):
         if together:
             return read(pad(rows, self._filler, device), list(rows))
         order, parts = [], []
-        for bucket in buckets([len(row["input_ids"]) for row in rows]):
+        cost = FAST_PASS if torch.is_autocast_enabled(device.type) else PASS
+        for bucket in buckets([len(row["input_ids"]) for row in rows], cost):
             chosen = [rows[i] for i in bucket]
             order += bucket
             parts.append(read(pad(chosen, self._filler, device), chosen))
@@ -134,7 +155,7 @@ class Prompt(Setup):
     def encode(self, text: Text) -> Rows:
         return self.question.encode(text)
 
-    def logits(self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False) -> Tensor:
+    def features(self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False) -> Tensor:
         def read(inputs: dict[str, Tensor], rows: list[Row]) -> Tensor:
             indices = [self._answer_index(row["input_ids"], inputs["input_ids"].shape[1]) for row in rows]
             distinct = sorted(set(indices))
@@ -173,21 +194,40 @@ class Similarity(Setup):
         ids = self.tokenizer(text, truncation=True, max_length=self.max_length)["input_ids"]
         return {"input_ids": ids or [self._filler]}
 
+    def features(self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False) -> Tensor:
+        """The embeddings of single texts; of pairs, their logits."""
+        if self.labels:
+            return self._embeddings(model, [rows[0] for rows in examples], together)
+        if together:
+            raise ExperimentError(_SEVERAL_ROWS)
+        embeddings = self._embeddings(model, [rows[i] for i in (0, 1) for rows in examples])
+        first, second = embeddings.chunk(2)
+        alike = SCALE * ((first * second).sum(1) - THRESHOLD)
+        return torch.stack([torch.zeros_like(alike), alike], dim=1)
+
     def logits(self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False) -> Tensor:
+        if self.readout or not self.labels:
+            return super().logits(model, examples, together=together)
+        if together:
+            raise ExperimentError(_SEVERAL_ROWS)
+        embeddings = self._embeddings(model, [*(rows[0] for rows in examples), *self.labels])
+        return SCALE * embeddings[: len(examples)] @ embeddings[len(examples) :].T
+
+    def fit(self, model: nn.Module, features: Tensor, targets: Tensor) -> None:
+        """The readout of single texts begins as the embeddings of the answers, which it takes the place of."""
+        if not self.labels:
+            super().fit(model, features, targets)
+        else:
+            answers = SCALE * self._embeddings(model, self.labels)
+            self.readout = fitted(features, targets, Readout(answers, answers.new_zeros(self.answers)))
+
+    def _embeddings(self, model: nn.Module, rows: Sequence[Row], together: bool = False) -> Tensor:
         def read(inputs: dict[str, Tensor], rows: list[Row]) -> Tensor:
             mask = inputs["attention_mask"].unsqueeze(-1).float()
             hidden = model(**inputs).last_hidden_state[:, -mask.shape[1] :].float()  # without an adapter's tokens
             return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
 
-        if together:
-            raise ExperimentError("texts that are compared are several rows each, and cannot have lines of their own")
-        n = len(examples)
-        seconds = self.labels or [rows[1] for rows in examples]
-        embeddings = self._in_buckets(model, [*(rows[0] for rows in examples), *seconds], read, together)
-        if self.labels:
-            return SCALE * embeddings[:n] @ embeddings[n:].T
-        alike = SCALE * ((embeddings[:n] * embeddings[n:]).sum(1) - THRESHOLD)
-        return torch.stack([torch.zeros_like(alike), alike], dim=1)
+        return self._in_buckets(model, rows, read, together)
 
 
 class Head(Setup):
@@ -208,7 +248,7 @@ class Head(Setup):
             return ({"input_ids": [self._filler]},)
         return ({name: list(encoded[name]) for name in ("input_ids", "token_type_ids") if name in encoded},)
 
-    def logits(self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False) -> Tensor:
+    def features(self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False) -> Tensor:
         return self._in_buckets(
             model, [rows[0] for rows in examples], lambda inputs, rows: model(**inputs).logits.float(), together
         )
@@ -231,7 +271,7 @@ class Language(Setup):
             )
         return ({"input_ids": ids},)
 
-    def logits(self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False) -> Tensor:
+    def features(self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False) -> Tensor:
         def read(inputs: dict[str, Tensor], rows: list[Row]) -> Tensor:
             ids = inputs["input_ids"]
             logits = _logits_at(model, inputs, torch.arange(-ids.shape[1], -1))
@@ -276,8 +316,8 @@ def check_template(template: str, columns: Sequence[str]) -> None:
             raise ExperimentError(f"the template {template!r} does not hold {{{column}}}; add it")
 
 
-def buckets(lengths: Sequence[int]) -> list[list[int]]:
-    """The indices of rows, split so that the tokens of all padded buckets, and PASS for each, are fewest.
+def buckets(lengths: Sequence[int], cost: int = PASS) -> list[list[int]]:
+    """The indices of rows, split so that the tokens of all padded buckets, and the cost of each, are fewest.
 
     >>> buckets([10, 60, 9, 61])
     [[2, 0], [1, 3]]
@@ -285,7 +325,7 @@ def buckets(lengths: Sequence[int]) -> list[list[int]]:
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     best = [(0, 0)]  # for the shortest rows up to each: the cost, and where their last bucket begins
     for end, longest in enumerate(order, 1):
-        best.append(min((best[at][0] + (end - at) * lengths[longest] + PASS, at) for at in range(end)))
+        best.append(min((best[at][0] + (end - at) * lengths[longest] + cost, at) for at in range(end)))
     split, end = [], len(order)
     while end:
         start = best[end][1]

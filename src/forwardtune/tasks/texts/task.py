@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Collection, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -17,6 +17,8 @@ from forwardtune.files import replace_file, translated
 from forwardtune.heads import fit_head
 from forwardtune.integrations.huggingface.footprint import footprint
 from forwardtune.metrics import metric, one_minus, perplexity
+from forwardtune.readout import Readout
+from forwardtune.tasks.computing import computed
 from forwardtune.tasks.identity import RULES, file_digest, fingerprint
 from forwardtune.tasks.sources import Sources
 from forwardtune.tasks.task import Scores, Task
@@ -24,10 +26,12 @@ from forwardtune.tasks.texts import glue
 from forwardtune.tasks.texts.data import LINE, Text, Texts, from_files, plain_texts
 from forwardtune.tasks.texts.models import PretrainedModel
 from forwardtune.tasks.texts.quantized import check_saved
-from forwardtune.tasks.texts.setups import Language, Rows, score_between
+from forwardtune.tasks.texts.setups import Head, Language, Rows, score_between
 from forwardtune.tasks.texts.workload import LM, PLAIN, TextWorkload
 
 CHUNK = 16  # texts evaluated at a time
+READOUT = "forwardtune.readout"
+"""Its name in a file of base weights."""
 
 Batch = tuple[list[Rows], Tensor]
 
@@ -100,11 +104,15 @@ class TextTask(Task):
         return self._encoded(self._train, self.texts.train, chosen), self.texts.train_y[chosen].to(self.device)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return self._objective(self.setup.logits(model, batch[0]), batch[1])
+        return self._objective(self._logits(model, batch[0]), batch[1])
 
     def losses(self, model: nn.Module, batch: Batch) -> Tensor:
-        logits = self.setup.logits(model, batch[0], together=True)
+        logits = self._logits(model, batch[0], together=True)
         return torch.stack([self._objective(own[None], y[None]) for own, y in zip(logits, batch[1], strict=True)])
+
+    def _logits(self, model: nn.Module, rows: list[Rows], *, together: bool = False) -> Tensor:
+        forward = partial(self.setup.logits, model, rows, together=together)
+        return computed(self.workload.compute, self.device, forward)
 
     def _objective(self, logits: Tensor, actual: Tensor) -> Tensor:
         """One minus a metric, or the loss: the cross entropy, with a score as the probability of the second answer.
@@ -113,12 +121,16 @@ class TextTask(Task):
         """
         if self.workload.objective != "loss":
             return one_minus(self.workload.objective, logits, actual)
-        if self.texts.classes:
-            return F.cross_entropy(logits, actual)
-        if logits.shape[1] == 1:
+        if logits.shape[1] == 1 and not self.texts.classes:
             return F.mse_loss(logits[:, 0], actual)
+        return F.cross_entropy(logits, self._targets(actual))
+
+    def _targets(self, actual: Tensor) -> Tensor:
+        """Labels, or the probabilities of two answers that a score stands for."""
+        if self.texts.classes:
+            return actual
         second = (actual - self.texts.low) / (self.texts.high - self.texts.low)
-        return F.cross_entropy(logits, torch.stack([1 - second, second], dim=1))
+        return torch.stack([1 - second, second], dim=1)
 
     def answer(self, logits: Tensor) -> Tensor:
         """Class indices, or scores."""
@@ -144,7 +156,7 @@ class TextTask(Task):
         """Logits, computed in order of length."""
         order = sorted(range(len(examples)), key=lambda i: len(examples[i][0]["input_ids"]))
         parts = [
-            self.setup.logits(model, [examples[i] for i in order[at : at + CHUNK]]).cpu()
+            self._logits(model, [examples[i] for i in order[at : at + CHUNK]]).cpu()
             for at in range(0, len(order), CHUNK)
         ]
         return torch.cat(parts)[torch.tensor(order).argsort()]
@@ -155,7 +167,9 @@ class TextTask(Task):
         files = sorted(file for file in (path, *path.glob("*")) if file.is_file())
         model = {file.name: file_digest(file) for file in files} or w.weights
         content = [RULES, self.language.setup_name, w.adapter, w.dtype, self.setup.answers, model, self.data_digest]
-        return fingerprint([*content, ("fit", w.fit, w.template, w.max_length, w.pad_token)] if w.fit else content)
+        if w.fit:
+            content.append(("fit", w.fit, w.template, w.max_length, w.pad_token, *w.words))
+        return fingerprint(content)
 
     def check(self) -> None:
         self.language.check_size(self.device)
@@ -164,16 +178,28 @@ class TextTask(Task):
         return str(footprint(model))
 
     def make_base(self, file: Path) -> nn.Module:
-        """Writes only the weights that the model's own files lack."""
+        """Writes only what the model's own files lack: new weights, and the readout."""
         model, new = self._built()
         model = model.to(self.device)
-        if self.workload.fit and f"{(head := self._head(model))}.weight" in new:
-            fit_head(model, head, map(self.batch, self._examples_to_fit()), lambda rows: self.setup.logits(model, rows))
+        if self.workload.fit:
+            self._fit(model, new)
         state = model.state_dict()
         made = {name: state[name].cpu().contiguous().clone() for name in new}
+        if self.setup.readout:
+            made |= {f"{READOUT}.{name}": tensor.contiguous() for name, tensor in self.setup.readout._asdict().items()}
         with translated(ExperimentError, f"{file} cannot be written"):
             replace_file(file, lambda path: save_file(made, path))
         return model
+
+    @torch.no_grad()
+    def _fit(self, model: nn.Module, new: Collection[str]) -> None:
+        """Fits a new head or, where the model brings all that it has, the readout of its answers."""
+        if not isinstance(self.setup, Head):
+            rows, ys = zip(*map(self.batch, self._examples_to_fit()), strict=True)
+            features = torch.cat([self.setup.features(model, some) for some in rows])
+            self.setup.fit(model, features, self._targets(torch.cat(ys)))
+        elif f"{(head := self._head(model))}.weight" in new:
+            fit_head(model, head, map(self.batch, self._examples_to_fit()), lambda rows: self.setup.logits(model, rows))
 
     def _head(self, model: nn.Module) -> str:
         """The name of the linear layer whose outputs are the answers; peft keeps a copy of it that is not used."""
@@ -186,7 +212,10 @@ class TextTask(Task):
 
     def start(self, base: Path) -> nn.Module:
         model, _ = self._built()
-        model.load_state_dict(load_file(base), strict=False)
+        made = load_file(base)
+        model.load_state_dict(made, strict=False)
+        if f"{READOUT}.weight" in made:
+            self.setup.readout = Readout(made[f"{READOUT}.weight"], made[f"{READOUT}.bias"])
         return model.to(self.device)
 
     def _built(self) -> tuple[nn.Module, list[str]]:
