@@ -1,6 +1,7 @@
 """Scores against cases worked out by hand."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,16 @@ def test_acceleration_by_hand():
     assert (gain.ratio, gain.reason, gain.interval) == (40 / 20, "", None)
 
 
+def test_acceleration_by_the_clock():
+    """The other needs 80 seconds for its 40 queries; ours is at its final loss after 20 of 40 in 10 seconds."""
+    other, ours = (
+        method({1.0: [replace(run, circumstances=replace(run.circumstances, seconds=seconds))]})
+        for run, seconds in ((result([9.0, 3.0, 2.5, 1.5, 2.0]), 80.0), (result([9.0, 2.5, 2.0, 2.2, 0.0]), 10.0))
+    )
+    assert scoring.acceleration(ours, other, scoring.seconds).ratio == 80 / 5
+    assert scoring.acceleration(other, ours, scoring.seconds).ratio == 0.0
+
+
 def test_acceleration_is_of_the_mean_over_seeds():
     other = method({1.0: [result([9.0, 2.0, 2.0, 2.0]), result([9.0, 4.0, 4.0, 4.0])]})  # ends at a mean of 3
     ours = method({1.0: [result([5.0, 1.0, 1.0, 1.0]), result([9.0, 9.0, 7.0, 5.0])]})  # 7, 5, 4, 3
@@ -157,7 +168,8 @@ def test_resamples():
 
 def test_the_edge_of_a_grid_is_noted():
     assert method({1.0: [flat(1.0)], 2.5: [flat(2.0)]}).at_edge
-    assert not method({1.0: [flat(1.0)]}).at_edge
+    assert not method({1e-3: [flat(1.0)]}, STP).at_edge  # the only one
+    assert method({4.0: [flat(1.0)]}).at_edge  # as another workload has chosen it
     wide = MethodScore(
         specs.parse(TEXT.replace("[1, 4]", "[1, 4, 6]"), "test", Path()).methods[0],
         tuple(RateScore(lr, (flat(loss),)) for lr, loss in ((1.0, 2.0), (2.5, 1.0), (6.0, 2.0))),

@@ -8,13 +8,14 @@
 - All methods have the same budget of queries, so one that asks for three a step gets two thirds of the steps (STP').
 - The acceleration of one method over another is the other's whole budget divided by the queries after which the
   method's loss, smoothed and averaged over seeds, first is where the other's ended. It is N/A if it never gets there,
-  and infinite if the other diverged. It can be no larger than the number of evaluations.
+  and infinite if the other diverged. It can be no larger than the number of evaluations. In seconds instead of queries
+  it is that by the clock.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean, stdev
@@ -95,7 +96,7 @@ class MethodScore:
     def at_edge(self) -> bool:
         """Whether a rate beyond the grid might have done better."""
         grid = self.method.grid
-        return self.best is not None and len(self.rates) > 1 and self.best.lr in (min(grid), max(grid))
+        return self.best is not None and len(grid) > 1 and self.best.lr in (min(grid), max(grid))
 
 
 @dataclass(frozen=True)
@@ -117,43 +118,69 @@ def accuracy(score: MethodScore) -> Accuracy | None:
     return Accuracy(score.best.finished[0].metric, fmean(values), std, bootstrap_mean(values), score.best.diverged)
 
 
+Spent = Callable[[RunResult], Sequence[float]]
+"""What a run has used up at each of its evaluations."""
+
+
+def queries(result: RunResult) -> Sequence[float]:
+    return result.curve.queries
+
+
+def seconds(result: RunResult) -> Sequence[float]:
+    """Those of the whole run, spread evenly over its queries."""
+    pace = seconds_of(result) / (result.curve.queries[-1] or 1)
+    return [pace * query for query in result.curve.queries]
+
+
+def seconds_of(result: RunResult) -> float:
+    """Those of its steps and evaluations, never zero: results have milliseconds."""
+    return max(result.circumstances.seconds, 1e-3)
+
+
 @dataclass(frozen=True)
 class Acceleration:
-    """How many times fewer queries, with the interval over seeds: zero is N/A, infinite that the other diverged."""
+    """How many times fewer queries or seconds, with the interval over seeds.
+
+    Zero is N/A, infinite that the other diverged.
+    """
 
     ratio: float
     reason: str = ""
     interval: Interval | None = None
 
 
-def acceleration(fast: MethodScore, other: MethodScore) -> Acceleration:
+def acceleration(fast: MethodScore, other: MethodScore, spent: Spent = queries) -> Acceleration:
     """Of a method over another, both at their best rates."""
     if fast.best is None or other.best is None:
         return Acceleration(0.0, "runs are missing")
     ours, theirs = fast.best.finished, other.best.finished
-    ratio, reason = _ratio(ours, theirs)
+    ratio, reason = _ratio(ours, theirs, spent)
 
     def resampled(chosen: tuple[int, ...]) -> float:
-        return _ratio([ours[i] for i in chosen], [theirs[i] for i in chosen])[0]
+        return _ratio([ours[i] for i in chosen], [theirs[i] for i in chosen], spent)[0]
 
     return Acceleration(ratio, reason, bootstrap(resampled, len(ours)))
 
 
-def _ratio(ours: Sequence[RunResult], theirs: Sequence[RunResult]) -> tuple[float, str]:
+def _ratio(ours: Sequence[RunResult], theirs: Sequence[RunResult], spent: Spent) -> tuple[float, str]:
     if any(result.diverged for result in ours):
         return 0.0, "a run of the method diverged"
     if any(result.diverged for result in theirs):
         return math.inf, "a run of the other method diverged"
-    goal, budget = mean_curve(theirs)[-1], theirs[0].curve.queries[-1]
-    for queries, loss in list(zip(ours[0].curve.queries, mean_curve(ours), strict=False))[1:]:
+    goal, budget = mean_curve(theirs)[-1], fmean(spent(result)[-1] for result in theirs)
+    for used, loss in list(zip(_means(map(spent, ours)), mean_curve(ours), strict=False))[1:]:
         if loss <= goal:
-            return budget / queries, ""
+            return budget / used, ""
     return 0.0, "the other method's final loss was not reached"
 
 
 def mean_curve(results: Sequence[RunResult]) -> list[float]:
     """Smoothed training loss, the mean over seeds, as far as all of them go."""
-    return [fmean(losses) for losses in zip(*map(smoothed, results), strict=False)]
+    return _means(map(smoothed, results))
+
+
+def _means(columns: Iterable[Sequence[float]]) -> list[float]:
+    return [fmean(values) for values in zip(*columns, strict=False)]
 
 
 def smoothed(result: RunResult) -> list[float]:

@@ -1,4 +1,4 @@
-"""The comparisons that ship: `digits` for a first look, and the paper's, `full/` and `reduced/`."""
+"""The comparisons that ship: `digits` for a first look, and by folder; docs/experiments.md says what each is for."""
 
 from __future__ import annotations
 

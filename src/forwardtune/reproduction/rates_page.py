@@ -16,7 +16,7 @@ from forwardtune.experiments.scoring import ComparisonScore, MethodScore, RateSc
 from forwardtune.experiments.summary import count, number
 from forwardtune.markup import markdown as plain
 from forwardtune.metrics import is_lower_better, scaled, shown, titled, unit
-from forwardtune.reproduction.page import origin, results_of
+from forwardtune.reproduction.comparisons import origin, results_of
 from forwardtune.scales import SCALES
 
 GRIDS = ("VS2P", "MeZO", "STP")

@@ -121,7 +121,7 @@ def _loss(scores: ComparisonScore) -> Table:
         std = stdev(losses) if len(losses) > 1 else None
         text = number(fmean(losses)) + (f" ± {std:.2g}" if std is not None else "")
         numbers = {"mean": fmean(losses), "std": std, **_ends(bootstrap_mean(losses)), "diverged": 0}
-        return f"{text} at lr {rate_name(score.best.lr)}{_edge(score)}", numbers
+        return f"{text} at lr {rate_name(score.best.lr)}{edge(score)}", numbers
 
     return _by_workload(
         scores,
@@ -252,7 +252,8 @@ def _marks(score: MethodScore) -> str:
     return f" ({score.best.diverged} of {len(score.best.results)} diverged)" if score.best.diverged else ""
 
 
-def _edge(score: MethodScore) -> str:
+def edge(score: MethodScore) -> str:
+    """A mark where the best rate is the smallest or the largest of its grid."""
     if not score.at_edge or score.best is None:
         return ""
     return " ◂" if score.best.lr == min(score.method.grid) else " ▸"
