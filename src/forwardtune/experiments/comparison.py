@@ -26,10 +26,11 @@ from forwardtune.experiments.events import Event, Failed, Finished, MakingBase, 
 from forwardtune.experiments.evidence import Evidence
 from forwardtune.experiments.plan import Run, plan
 from forwardtune.experiments.result import Rate
-from forwardtune.experiments.runner import execute, make_base
+from forwardtune.experiments.runner import execute
 from forwardtune.experiments.scoring import chosen_rates
 from forwardtune.experiments.spec import Spec, steps
 from forwardtune.experiments.store import Store
+from forwardtune.experiments.under_way import make_base
 from forwardtune.files import translated, write_text
 from forwardtune.tasks import Sources, Task, Tasks
 from forwardtune.tasks.identity import file_digest
