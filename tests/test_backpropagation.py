@@ -1,19 +1,31 @@
 """AdamW as a row of comparisons: the loop, its budget and its resume, what is refused, and what reports tell of it."""
 
+import csv
+import json
 import math
+from dataclasses import replace
+from statistics import fmean
 
 import pytest
 import torch
 
 from forwardtune.errors import ExperimentError
+from forwardtune.experiments import provenance, report
 from forwardtune.experiments.events import Evaluated, Noted, Progressed, Started
-from forwardtune.experiments.plan import plan
+from forwardtune.experiments.evidence import Evidence
+from forwardtune.experiments.plan import Run, plan
+from forwardtune.experiments.result import RunResult
 from forwardtune.experiments.runner import execute
+from forwardtune.experiments.scoring import acceleration, chosen_rates, score
+from forwardtune.experiments.spec import Backpropagation
 from forwardtune.experiments.store import Store
 from forwardtune.experiments.sweep import plan_sweep
 from forwardtune.experiments.under_way import batch_indices
-from forwardtune.tasks import Sources, prepare
+from forwardtune.tasks import Sources, Tasks, prepare
 from tests.helpers.comparisons import TEXT, finished, make, outcomes, parse
+from tests.helpers.texts import models_and_tables
+from tests.helpers.texts import task_of as text_task
+from tests.test_report import Tables
 from tests.test_runner import StopError, Tricky
 
 ADAMW = TEXT.replace('"STP"', '"AdamW"').replace("[1e-3]", "[1e-3, 3e-3]")
@@ -178,3 +190,132 @@ def test_a_run_that_diverges_is_given_up(tmp_path):
     assert result.reason.startswith("the training loss is ")
     assert result.reason.endswith("at 15 queries")
     assert result.queries == 15
+
+
+PILOT = """
+title = "a test"
+rates_from = "pilot"
+queries = 60
+batch = 8
+evaluations = 4
+train_examples = 40
+test_examples = 40
+network = "cnn"
+weights = "random"
+
+[[workloads]]
+name = "pilot"
+data = "digits"
+seeds = [7]
+
+[[workloads]]
+name = "whole"
+data = "digits"
+seeds = [0, 1]
+
+[[methods]]
+method = "AdamW"
+lr = [1e-3, 3e-3]
+
+[[methods]]
+method = "VS2P"
+lr = [1]
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Rates are chosen on a pilot; AdamW comes first, so that its acceleration is told."""
+    spec, store, tasks = parse(PILOT), Store(tmp_path_factory.mktemp("made") / "store"), Tasks(Sources(), "cpu")
+    while left := [run for run in plan(spec, chosen_rates(spec, store)) if store.result(run.id) is None]:
+        for run in left:
+            execute(run, store, tasks[run.workload])
+    return spec, store
+
+
+def test_it_is_scored_and_kept_like_others(made, tmp_path):
+    spec, store = made
+    chosen = chosen_rates(spec, store)
+    assert chosen.keys() == {"AdamW", "VS2P"}
+    runs = plan(spec, chosen)
+    assert len(runs) == 3 + 2 * 2
+    evidence = Evidence(tmp_path / "kept.jsonl")
+    evidence.keep(runs, store)
+    scores = score(spec, Evidence(evidence.file))
+    assert not scores.missing
+    assert [entry.method.title for entry in scores.workloads[1].ranking] == ["AdamW (backpropagation)", "VS2P"]
+    assert acceleration(*scores.workloads[1].methods).ratio == 4.0  # at the first of four evaluations
+    assert evidence.give(runs, Store(tmp_path / "empty")) == 7
+
+
+def test_the_report_tells_its_memory_and_pace(made):
+    spec, store = made
+    page = report.write(score(spec, store), store.folder).read_text()
+    cells = Tables(page).tables["cost"]
+    assert cells[0] == ["workload", "method", "seconds", "queries per second", "peak MB"]
+    assert [row[:2] for row in cells[1:]] == [
+        [workload, method] for workload in ("pilot", "whole") for method in ("AdamW (backpropagation)", "VS2P")
+    ]
+    results = [store.result(run.id) for run in plan(spec, chosen_rates(spec, store))]
+    mine = [result for result in results if result.run.method == "VS2P" and result.run.seed < 7]
+    with open(store.folder / "report" / "cost.csv", newline="") as file:
+        row = list(csv.DictReader(file))[-1]
+    assert float(row["peak_memory"]) == fmean(result.circumstances.peak_memory for result in mine)
+    speeds = [60 / (r.circumstances.seconds - r.circumstances.evaluating) for r in mine]
+    assert float(row["queries_per_second"]) == pytest.approx(fmean(speeds))
+    assert all(0 < r.circumstances.evaluating < r.circumstances.seconds for r in results)
+
+
+def test_results_that_do_not_tell_how_long_evaluations_took(made):
+    spec, store = made
+    result = store.result(plan(spec)[0].id)
+    older = replace(result, circumstances=replace(result.circumstances, evaluating=None))
+    assert "evaluating" not in older.to_json()["circumstances"]
+    assert RunResult.from_json(json.loads(json.dumps(older.to_json()))) == older
+    assert older.queries_per_second == 60 / result.circumstances.seconds < result.queries_per_second
+
+
+def test_memory_that_a_run_has_left_is_not_counted_in_the_next():
+    """What is freed in small pieces stays with the process until it is given back."""
+    provenance.reset_peak_memory(torch.device("cpu"))
+    before = provenance.peak_memory(torch.device("cpu"))
+    pieces = [bytearray(100_000) for _ in range(3000)]
+    assert provenance.peak_memory(torch.device("cpu")) > before + 250e6
+    last = pieces[-1]  # keeps the heap from becoming shorter by itself
+    del pieces
+    provenance.reset_peak_memory(torch.device("cpu"))
+    assert provenance.peak_memory(torch.device("cpu")) < before + 50e6
+    assert last
+
+
+def adamw_on(task, **settings):
+    method = Backpropagation("AdamW", "AdamW", (1e-2,), {"weight_decay": 0.0, "betas": [0.9, 0.999], **settings})
+    return Run(task.workload, method, 1e-2, 0, "none")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return models_and_tables(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_texts(home, tmp_path, adapter):
+    """Of an adapter alone its weights are tuned."""
+    task, store = text_task(home, "causal", queries=60, adapter=adapter, dtype="float32"), Store(tmp_path)
+    result, tuned = execute(adamw_on(task), store, task)
+    assert result.final.train_loss < result.curve.scores[0].train_loss - 0.1
+    assert result.weights == sum(p.numel() for p in tuned.parameters() if p.requires_grad)
+    base = task.start(store.base(task.base_id))
+    for (name, ours), theirs in zip(tuned.named_parameters(), base.parameters(), strict=True):
+        assert torch.equal(ours, theirs) != ours.requires_grad, name
+
+
+def test_packed_weights(home, tmp_path):
+    """They are left as they are under an adapter, and refused where they would be tuned themselves."""
+    pytest.importorskip("bitsandbytes")
+    task = text_task(home, "causal", queries=12, adapter="lora", dtype="int8")
+    result = execute(adamw_on(task), Store(tmp_path / "lora"), task).result
+    assert result.final.train_loss < result.curve.scores[0].train_loss
+    bare = text_task(home, "causal", queries=12, dtype="int8")
+    with pytest.raises(ExperimentError, match=r"cannot tune packed weights; set an adapter .*, or leave AdamW out"):
+        execute(adamw_on(bare), Store(tmp_path / "bare"), bare)
