@@ -231,8 +231,8 @@ def _cost(scores: ComparisonScore) -> Table:
         tuple(rows),
         tuple(records),
         "Means over seeds, each method at its best rate. Seconds include evaluations, queries per second do not; a step"
-        f" by backpropagation counts as {BACKPROPAGATION} queries. Peak memory is that of the device on a GPU, or of the "
-        "whole process with its program and data. Times also depend on what else the machine did.",
+        f" by backpropagation counts as {BACKPROPAGATION} queries. Peak memory is that of the device on a GPU, or of"
+        " the whole process with its program and data. Times also depend on what else the machine did.",
     )
 
 
