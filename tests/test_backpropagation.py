@@ -11,6 +11,7 @@ import torch
 
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments import provenance, report
+from forwardtune.experiments.comparison import Machine, compare
 from forwardtune.experiments.events import Evaluated, Noted, Progressed, Started
 from forwardtune.experiments.evidence import Evidence
 from forwardtune.experiments.plan import Run, plan
@@ -319,3 +320,19 @@ def test_packed_weights(home, tmp_path):
     bare = text_task(home, "causal", queries=12, dtype="int8")
     with pytest.raises(ExperimentError, match=r"cannot tune packed weights; set an adapter .*, or leave AdamW out"):
         execute(adamw_on(bare), Store(tmp_path / "bare"), bare)
+
+
+def test_processes_that_compare_use_are_of_one_kind(tmp_path, monkeypatch):
+    """What one kind of run loads is not counted in the memory of the other, whatever their order in the plan."""
+    asked = []
+
+    class Pool:
+        def __init__(self, *_):
+            pass
+
+        def work(self, runs):
+            asked.append([run.method.label for run in runs])
+
+    monkeypatch.setattr("forwardtune.experiments.comparison._WorkerPool", Pool)
+    compare(parse(ADAMW), Store(tmp_path), Tasks(Sources(), "cpu"), Machine())
+    assert asked == [["VS2P"] * 4, ["AdamW"] * 4]
