@@ -19,7 +19,7 @@ from torch import nn
 import forwardtune as ft
 from benchmarks.harness import Row, arguments, finish
 from forwardtune import auto, presets
-from forwardtune.experiments.runner import batch_indices
+from forwardtune.experiments.under_way import batch_indices
 from forwardtune.tasks import Sources, Task, prepare
 
 QUERIES = 2000

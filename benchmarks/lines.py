@@ -25,7 +25,7 @@ import forwardtune as ft
 from benchmarks import models
 from benchmarks.harness import Row, arguments, finish, interleaved, ratios, show
 from forwardtune import presets
-from forwardtune.experiments.runner import batch_indices
+from forwardtune.experiments.under_way import batch_indices
 from forwardtune.tasks import Sources, Task, prepare
 
 LINES = 60

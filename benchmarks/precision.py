@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import forwardtune as ft
 from benchmarks.harness import Row, arguments, finish
 from forwardtune import presets
-from forwardtune.experiments.runner import batch_indices
+from forwardtune.experiments.under_way import batch_indices
 from forwardtune.tasks import Sources, Task, TextWorkload, prepare
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -171,7 +171,7 @@ def test_of_equal_evaluations_the_lowest_loss_is_best():
 
 def test_a_stopped_run_goes_on(home, monkeypatch):
     run("finetune --model model --lr 20 --out whole --quiet", USUAL)
-    step, made = runner._RunUnderWay._step, []
+    step, made = runner._LineSearchUnderWay._step, []
 
     def interrupted(self, *others):
         made.append(1)
@@ -179,7 +179,7 @@ def test_a_stopped_run_goes_on(home, monkeypatch):
             raise KeyboardInterrupt
         return step(self, *others)
 
-    monkeypatch.setattr(runner._RunUnderWay, "_step", interrupted)
+    monkeypatch.setattr(runner._LineSearchUnderWay, "_step", interrupted)
     done = CliRunner().invoke(app, ["finetune", "--model", "model", "--lr", "20", "--quiet", *shlex.split(USUAL)])
     assert done.exit_code == 130
     assert not (home / "tuned" / "forwardtune.json").exists()
@@ -230,7 +230,7 @@ def test_bad_input_is_told_before_anything_is_done(home, command, complaint):
 
 
 def test_the_ledger_has_one_name_from_the_first_step(home, monkeypatch):
-    step, seen = runner._RunUnderWay._step, []
+    step, seen = runner._LineSearchUnderWay._step, []
 
     def watched(self, *others):
         seen.append(run("ledger show tuned/run.ledger") if len(seen) == 20 else "")
@@ -240,7 +240,7 @@ def test_the_ledger_has_one_name_from_the_first_step(home, monkeypatch):
             run("ledger export tuned/run.ledger --out part.safetensors")
         return step(self, *others)
 
-    monkeypatch.setattr(runner._RunUnderWay, "_step", watched)
+    monkeypatch.setattr(runner._LineSearchUnderWay, "_step", watched)
     run("finetune --model model --lr 20 --quiet", USUAL)
     assert re.search(r"steps +20, under way", seen[20])
     assert "steps 0 to 19 are sound (the run is under way)" in seen[21]

@@ -226,7 +226,7 @@ def test_a_budget_is_found_again_by_all_but_its_length(task, tmp_path):
 
 @pytest.mark.parametrize("rate", [[], ["--lr", "20"]])
 def test_a_run_of_some_minutes_resumes_as_it_was_planned(tables, monkeypatch, rate):
-    step, made = runner._RunUnderWay._step, []
+    step, made = runner._LineSearchUnderWay._step, []
 
     def interrupted(self, *others):
         made.append(1)
@@ -234,7 +234,7 @@ def test_a_run_of_some_minutes_resumes_as_it_was_planned(tables, monkeypatch, ra
             raise KeyboardInterrupt
         return step(self, *others)
 
-    monkeypatch.setattr(runner._RunUnderWay, "_step", interrupted)
+    monkeypatch.setattr(runner._LineSearchUnderWay, "_step", interrupted)
     stopped = CliRunner().invoke(app, [*COMMAND, *rate, "--minutes", "0.1"])
     assert stopped.exit_code == 130, stopped.exception
     assert "planned for 0.1 minutes, of which the run takes about" in stopped.stdout
@@ -285,7 +285,7 @@ def test_one_length_is_enough(tables, other):
 
 def test_threads_of_a_resumed_run(tables, monkeypatch):
     """Those of its first session, unless others are given or there are not that many cores any more."""
-    step, seen = runner._RunUnderWay._step, []
+    step, seen = runner._LineSearchUnderWay._step, []
 
     def noted(self, *others):
         seen.append(torch.get_num_threads())
@@ -293,7 +293,7 @@ def test_threads_of_a_resumed_run(tables, monkeypatch):
             raise KeyboardInterrupt
         return step(self, *others)
 
-    monkeypatch.setattr(runner._RunUnderWay, "_step", noted)
+    monkeypatch.setattr(runner._LineSearchUnderWay, "_step", noted)
     monkeypatch.setattr(cores, "free", lambda: 1)
     monkeypatch.setattr(cores, "allowed", lambda: 8)
     without = [word for word in COMMAND if word not in ("--threads", "1")]

@@ -256,7 +256,7 @@ def test_lines_of_their_own_are_as_good_as_one_for_all(home):
 
 def test_a_run_is_planned_and_resumed(home, monkeypatch):
     command = "finetune --model model --objective lm --train texts.txt --minutes 0.1 --batch 8 --evaluations 2 --quiet"
-    step, made = runner._RunUnderWay._step, []
+    step, made = runner._LineSearchUnderWay._step, []
 
     def interrupted(self, *others):
         made.append(1)
@@ -264,7 +264,7 @@ def test_a_run_is_planned_and_resumed(home, monkeypatch):
             raise KeyboardInterrupt
         return step(self, *others)
 
-    monkeypatch.setattr(runner._RunUnderWay, "_step", interrupted)
+    monkeypatch.setattr(runner._LineSearchUnderWay, "_step", interrupted)
     assert CliRunner().invoke(app, shlex.split(command)).exit_code == 130
     assert "saved: tuned" in run(command)
     (result,) = (json.loads(file.read_text()) for file in (home / "tuned" / "run" / "runs").glob("*.json"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from forwardtune import ledger
-from forwardtune.experiments import comparison, runner
+from forwardtune.experiments import comparison, under_way
 from forwardtune.experiments.comparison import Machine
 from forwardtune.experiments.events import Failed, Progressed
 from forwardtune.experiments.plan import plan
@@ -72,7 +72,7 @@ def test_a_worker_says_what_to_do_and_the_run_resumes(tmp_path, monkeypatch, fai
 
         return execute(run, store, task, stop)
 
-    monkeypatch.setattr(runner, "PAUSE", 0.0)
+    monkeypatch.setattr(under_way, "PAUSE", 0.0)
     monkeypatch.setattr(comparison, "execute", fail_midway)
     monkeypatch.setattr(comparison, "_end_with_parent", lambda: None)
     pipe, before = Pipe(run), signal.getsignal(signal.SIGINT)

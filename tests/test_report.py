@@ -356,7 +356,7 @@ def test_values_are_shown_under_the_pointer(made, tmp_path):
 def test_every_workload_has_its_tables_and_charts(made):
     folder, _, _ = made
     scores = score(parse(SPEC), Store(folder))
-    assert list(tables(scores)) == ["accuracy", "loss", "acceleration", "differences", "rates"]
+    assert list(tables(scores)) == ["accuracy", "loss", "acceleration", "differences", "cost", "rates"]
     for table in tables(scores).values():
         assert all(len(row) == len(table.header) for row in table.rows)
     assert [chart.name for chart in charts(scores.workloads[0])][:3] == ["loss", "accuracy", "sensitivity"]

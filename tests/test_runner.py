@@ -15,8 +15,9 @@ from forwardtune.experiments.comparison import Machine, compare, unfinished
 from forwardtune.experiments.events import Evaluated, Noted, Progressed, Started
 from forwardtune.experiments.plan import plan
 from forwardtune.experiments.result import Base, RunResult
-from forwardtune.experiments.runner import batch_indices, decay_factor, execute
+from forwardtune.experiments.runner import execute
 from forwardtune.experiments.store import Store
+from forwardtune.experiments.under_way import batch_indices, decay_factor
 from forwardtune.files import translated, write_json
 from forwardtune.tasks import Sources, Tasks, prepare
 from tests.helpers.comparisons import TEXT, finished, make, outcomes, parse
@@ -123,7 +124,7 @@ AUTO = TEXT.replace("lr = [1, 4]", 'lr = "auto"').replace("queries = 60", "queri
     "moment", [(Started, 1), (Evaluated, 1), (Evaluated, 3), (Progressed, 2), (Progressed, 29), (Evaluated, 5)]
 )
 def test_a_run_that_was_stopped_resumes(tmp_path, text, moment, monkeypatch):
-    monkeypatch.setattr("forwardtune.experiments.runner.PAUSE", 0.0)
+    monkeypatch.setattr("forwardtune.experiments.under_way.PAUSE", 0.0)
     run = plan(parse(text))[0]
     make(run, Store(tmp_path / "whole"))
     seen = []

@@ -21,10 +21,11 @@ from forwardtune.cli.progress import Live
 from forwardtune.cli.sweep import verdict
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments.events import Evaluated, Judged, Paused, Progressed, Started
-from forwardtune.experiments.runner import batch_indices, execute, execute_until
+from forwardtune.experiments.runner import execute, execute_until
 from forwardtune.experiments.scoring import score
 from forwardtune.experiments.store import Store
 from forwardtune.experiments.sweep import LEAST, plan_sweep, rungs, spaced, sweep
+from forwardtune.experiments.under_way import batch_indices
 from forwardtune.tasks import Sources, Tasks
 from tests.helpers.comparisons import TEXT, finished, outcomes, parse
 from tests.test_cli_experiments import forwardtune
@@ -168,7 +169,7 @@ def saved(folder):
     [(Started, 2), (Evaluated, 3), (Progressed, 25), (Paused, 3), (Judged, 1), (Paused, 5), (Judged, 2), (Started, 7)],
 )
 def test_a_sweep_that_was_stopped_resumes(tmp_path, whole, moment, monkeypatch):
-    monkeypatch.setattr("forwardtune.experiments.runner.PAUSE", 0.0)
+    monkeypatch.setattr("forwardtune.experiments.under_way.PAUSE", 0.0)
     seen = []
 
     def stop(event):
@@ -217,7 +218,7 @@ def test_rates_that_diverge_are_dropped(tmp_path):
 
 def test_one_that_diverges_where_it_was_to_pause_is_noticed_after_a_stop(tmp_path, monkeypatch):
     """It had made all its steps, and not the evaluation that tells."""
-    monkeypatch.setattr("forwardtune.experiments.runner.PAUSE", 0.0)
+    monkeypatch.setattr("forwardtune.experiments.under_way.PAUSE", 0.0)
     plan = planned(WILD)
     swept(tmp_path / "whole", plan)
 

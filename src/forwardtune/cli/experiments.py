@@ -230,7 +230,7 @@ def _tell_outcome(
     if quiet:
         return
     every_table = tables(scores)
-    for content in (every_table[name] for name in ("accuracy", "loss", "acceleration") if name in every_table):
+    for content in (every_table[name] for name in ("accuracy", "loss", "acceleration", "cost") if name in every_table):
         table = Table(*content.header, title=content.title, box=None, padding=(0, 2, 0, 0))
         table.header_style, table.title_justify = "dim", "left"
         for row in content.rows:

@@ -26,10 +26,11 @@ from forwardtune.experiments.events import Event, Failed, Finished, MakingBase, 
 from forwardtune.experiments.evidence import Evidence
 from forwardtune.experiments.plan import Run, plan
 from forwardtune.experiments.result import Rate
-from forwardtune.experiments.runner import execute, make_base
+from forwardtune.experiments.runner import execute
 from forwardtune.experiments.scoring import chosen_rates
-from forwardtune.experiments.spec import Spec, steps
+from forwardtune.experiments.spec import Backpropagation, Spec, steps
 from forwardtune.experiments.store import Store
+from forwardtune.experiments.under_way import make_base
 from forwardtune.files import translated, write_text
 from forwardtune.tasks import Sources, Task, Tasks
 from forwardtune.tasks.identity import file_digest
@@ -102,8 +103,10 @@ def _compare(spec: Spec, runs: Sequence[Run], store: Store, tasks: Tasks, machin
         make_base(tasks[workload], store)
         check_base(store.base(tasks[workload].base_id), runs, store)
     torch.set_num_threads(threads)
-    if left:
-        _WorkerPool(store, tasks, machine, tell).work(left)
+    for has_gradient in (False, True):  # apart, so that the memory of neither counts what the other has loaded
+        part = [run for run in left if isinstance(run.method, Backpropagation) == has_gradient]
+        if part:
+            _WorkerPool(store, tasks, machine, tell).work(part)
 
 
 def _queries(run: Run, task: Task) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forwardtune.errors import ExperimentError
-from forwardtune.experiments.result import Curve, Evaluation
+from forwardtune.experiments.result import Curve, Evaluation, Json
 from forwardtune.files import parse_json, translated, write_text
 from forwardtune.toml_tables import build, value
 
@@ -29,13 +29,14 @@ class EvaluationLog:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.at: dict[int, Evaluation] = {}
+        self._took: dict[int, float] = {}
         self._sessions: list[Session] = []
 
     def begin(self, step: int, base: str) -> None:
         """A process takes up the run at a step, from the base that it began with."""
         self.read(step, base)
         self._sessions.append(Session(datetime.now(UTC).isoformat(timespec="seconds"), base))
-        entries = [*map(asdict, self._sessions), *(evaluation.to_json() for evaluation in self.at.values())]
+        entries = [*map(asdict, self._sessions), *map(self._entry, self.at.values())]
         with translated(ExperimentError, f"{self.file} cannot be written"):
             write_text(self.file, "".join(json.dumps(entry) + "\n" for entry in entries))
 
@@ -43,11 +44,13 @@ class EvaluationLog:
         """What the file has up to a step; refuses that of a run which was begun from another base."""
         for line in self.file.read_text("utf-8", "replace").splitlines() if self.file.exists() else ():
             try:
-                entry = value(Mapping[str, Any], parse_json(line), "a line")
+                entry = dict(value(Mapping[str, Any], parse_json(line), "a line"))
                 if "session" in entry:
                     self._sessions.append(build(Session, entry, "a line"))
-                elif (evaluation := Evaluation.from_json(entry, "a line")).step <= step:
-                    self.at[evaluation.step] = evaluation
+                    continue
+                took = value(float, entry.pop("took", 0.0), "a line")
+                if (evaluation := Evaluation.from_json(entry, "a line")).step <= step:
+                    self.at[evaluation.step], self._took[evaluation.step] = evaluation, took
             except (ValueError, ExperimentError):  # the last line, which was being written
                 break
         if self._sessions and self._sessions[0].base != base:
@@ -56,7 +59,12 @@ class EvaluationLog:
                 "folder"
             )
 
-    def add(self, evaluation: Evaluation) -> None:
+    def _entry(self, evaluation: Evaluation) -> Json:
+        return {**evaluation.to_json(), "took": self._took[evaluation.step]}
+
+    def add(self, evaluation: Evaluation, took: float) -> None:
+        """An evaluation, and the seconds that it took."""
+        self._took[evaluation.step] = took
         with (
             translated(
                 ExperimentError,
@@ -64,7 +72,7 @@ class EvaluationLog:
             ),
             open(self.file, "a", encoding="utf-8") as file,
         ):
-            file.write(json.dumps(evaluation.to_json()) + "\n")
+            file.write(json.dumps(self._entry(evaluation)) + "\n")
         self.at[evaluation.step] = evaluation
 
     @property
@@ -79,6 +87,11 @@ class EvaluationLog:
     def seconds(self) -> float:
         """How long the run has taken up to its last evaluation."""
         return self.last.seconds if self.at else 0.0
+
+    @property
+    def evaluating(self) -> float:
+        """The part of these seconds that evaluations took."""
+        return sum(self._took[step] for step in self.at)
 
     @property
     def curve(self) -> Curve:

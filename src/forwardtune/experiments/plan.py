@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from forwardtune.experiments.result import Description, Rate, rate_name
-from forwardtune.experiments.spec import Method, Spec
+from forwardtune.experiments.spec import Backpropagation, Method, Spec
 from forwardtune.noise import NOISE_VERSION
 from forwardtune.tasks import Workload
 from forwardtune.tasks.identity import RULES, brief, fingerprint
@@ -43,7 +43,8 @@ class Run:
         Of weights of 16 bits the rounding is told, which in a description without it is to nearest.
         """
         settings = {name: value for name, value in self.method.settings.items() if name != "scale"}
-        if getattr(self.workload, "dtype", "") in ("bfloat16", "float16"):
+        is_short = getattr(self.workload, "dtype", "") in ("bfloat16", "float16")
+        if is_short and not isinstance(self.method, Backpropagation):
             settings = {"rounding": "stochastic", **settings}
         implied = "relative" if self.lr == "auto" else "absolute"
         return settings if self.method.scale == implied else {**settings, "scale": self.method.scale}

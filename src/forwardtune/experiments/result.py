@@ -131,6 +131,10 @@ class Tracer:
             seen = None if record.gamma is None else abs(record.gamma), record.sigma, abs(record.t)
         self._rows.append((record.queries, record.loss, *seen))
 
+    def add_loss(self, queries: int, loss: float) -> None:
+        """A step that has nothing else to tell."""
+        self._rows.append((queries, loss, None, None, None))
+
     def trace(self) -> Trace:
         size = math.ceil(len(self._rows) / POINTS) or 1
         stretches = [self._rows[i : i + size] for i in range(0, len(self._rows), size)]
@@ -185,7 +189,10 @@ class Host:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What differs when the same run is made again: the machine, times (ISO 8601), sessions, bytes of peak memory."""
+    """What differs when the same run is made again: the machine, times (ISO 8601), sessions, bytes of peak memory.
+
+    evaluating: the part of the seconds that evaluations took; older results do not tell.
+    """
 
     host: Host
     started: str
@@ -193,6 +200,7 @@ class Circumstances:
     sessions: int
     seconds: float
     peak_memory: int
+    evaluating: float | None = None
 
 
 @dataclass(frozen=True)
@@ -239,6 +247,12 @@ class RunResult:
         return self.final.metrics[self.metric]
 
     @property
+    def queries_per_second(self) -> float:
+        """In steps alone, where it is known how long evaluations took."""
+        seconds = self.circumstances.seconds - (self.circumstances.evaluating or 0.0)
+        return self.queries / seconds if seconds > 0 else math.nan
+
+    @property
     def told_score(self) -> str:
         """As: test accuracy 60.5%."""
         return f"test {self.metric} {shown(self.metric, self.score)}{unit(self.metric)}"
@@ -247,6 +261,7 @@ class RunResult:
         """All but the columns of numbers."""
         data = asdict(self.data)
         told = {name: data[name] for name in data if data[name] or name not in ("note", "majority")}
+        here = {name: fact for name, fact in asdict(self.circumstances).items() if fact is not None}
         return {
             "id": self.id,
             "title": self.title,
@@ -265,7 +280,7 @@ class RunResult:
             "code": asdict(self.code),
             "device": self.device,
             "threads": self.threads,
-            "circumstances": asdict(self.circumstances),
+            "circumstances": here,
         }
 
     def to_json(self) -> Json:

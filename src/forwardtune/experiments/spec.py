@@ -25,6 +25,7 @@ from forwardtune.files import check_depth
 from forwardtune.methods import METHODS
 from forwardtune.optimizer import LineSearch
 from forwardtune.tasks import IMAGES, TEXTS, ImageWorkload, TextWorkload, Workload, kind_of
+from forwardtune.tasks.texts.workload import PACKED
 from forwardtune.toml_tables import build, is_name, one_of, value
 
 E = TypeVar("E")
@@ -32,6 +33,10 @@ E = TypeVar("E")
 LEAST_AUTO = 60
 """Queries below which a rate cannot be found."""
 DECAYS = ("cosine", "linear", "none")
+ADAMW = "AdamW"
+BACKPROPAGATION = 3
+"""Queries that a step by backpropagation is counted as: a forward pass, and a backward one that costs twice as much."""
+ADAPTER_INSTEAD = 'backpropagation cannot tune packed weights; set an adapter ("lora"), or leave AdamW out'
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,31 @@ class Method:
     def title(self) -> str:
         """Its label, with the paper's prime where it gets fewer steps than the others."""
         return f"{self.label}\N{PRIME}" if self.takes_more_queries else self.label
+
+
+class Backpropagation(Method):
+    """Tuning by torch's AdamW, beside the methods that need no gradient."""
+
+    def adamw(self, params: Iterable[torch.Tensor], lr: float) -> torch.optim.AdamW:
+        return torch.optim.AdamW(params, lr, **self.settings)
+
+    @property
+    def scale(self) -> str:
+        return "absolute"
+
+    @cached_property
+    def queries_per_step(self) -> int:
+        """What a step is counted as. Settings that are not valid raise an error."""
+        self.adamw([torch.zeros(1)], 1e-3)
+        return BACKPROPAGATION
+
+    @property
+    def _directions(self) -> int:
+        return 1
+
+    @property
+    def title(self) -> str:
+        return f"{self.label} (backpropagation)"
 
 
 @dataclass(frozen=True)
@@ -186,8 +216,9 @@ def parse(text: str, name: str, folder: Path) -> Spec:
     if spec.rates_from:
         spec.workload(spec.rates_from)
     for workload in workloads:
-        if workload.queries:
-            for method in entries:
+        for method in entries:
+            _check_gradient(workload, method)
+            if workload.queries:
                 steps(workload, method, workload.queries)
     return spec
 
@@ -218,6 +249,19 @@ def steps(workload: Workload, method: Method, queries: int) -> int:
     return allowed
 
 
+def _check_gradient(workload: Workload, method: Method) -> None:
+    """Refuses backpropagation where there is no gradient."""
+    if not isinstance(method, Backpropagation):
+        return
+    if workload.objective != "loss":
+        raise ExperimentError(
+            f"{workload.name}: {workload.objective} has no gradient, which {method.label} needs; set objective to "
+            '"loss", or leave the method out'
+        )
+    if getattr(workload, "dtype", "") in PACKED and getattr(workload, "adapter", "") == "none":
+        raise ExperimentError(f"{workload.name}: {ADAPTER_INSTEAD}")
+
+
 def _workload(entry: Mapping[str, Any], common: Mapping[str, Any]) -> Workload:
     if {"queries", "epochs"} & entry.keys():
         common = {key: given for key, given in common.items() if key not in ("queries", "epochs")}
@@ -239,13 +283,15 @@ def _method(entry: Mapping[str, Any], top: _File) -> Method:
     for key, given in known.items():
         if given is None:
             raise ExperimentError(f"{where} has no {key!r}; give it")
-    one_of("method", value(str, known["method"], where), METHODS)
+    one_of("method", value(str, known["method"], where), (*METHODS, ADAMW))
     is_auto = known["lr"] == "auto"
     rates = known["lr"] if isinstance(known["lr"], list) else [known["lr"]]
     if not is_auto and any(isinstance(lr, str) for lr in rates):
         raise ExperimentError(f'{where}: lr must be a list of rates, or "auto", not {known["lr"]!r}')
     if is_auto and "rho" in entry:
         raise ExperimentError(f'{where}: lr = "auto" finds the distance of probes, too; leave rho out')
+    if known["method"] == ADAMW:
+        return _backpropagation(entry, known, where)
     shared: dict[str, Any] = {"distribution": top.distribution, "directions": top.directions}
     own = inspect.signature(METHODS[known["method"]]).parameters.keys() - {"params", "lr", "run"}
     accepted = own - ({"rho"} if is_auto else set()) | shared.keys() | {"scale", "probes", "rounding"}
@@ -257,8 +303,27 @@ def _method(entry: Mapping[str, Any], top: _File) -> Method:
         scale = entry.get("scale", top.scale or METHODS[known["method"]].usual_scale)
         shared["rho"] = probe_distance(None, top.rho, scale)
     settings = {**shared, **{key: entry[key] for key in sorted(entry.keys() - known.keys())}}
+    return _checked(Method, known, settings, where)
+
+
+def _backpropagation(entry: Mapping[str, Any], known: Mapping[str, Any], where: str) -> Method:
+    """Of what methods have in common at the top of the file, nothing applies to it."""
+    if known["lr"] == "auto":
+        raise ExperimentError(f"{where}: AdamW does not find its rate; give a list of rates for lr")
+    for key in entry.keys() - known.keys():
+        one_of(f"{where}: the setting", key, ("betas", "weight_decay"))
+    betas = value(tuple[float, ...], entry.get("betas", (0.9, 0.999)), f"{where}: betas")
+    decay = value(float, entry.get("weight_decay", 0.0), f"{where}: weight_decay")
+    if len(betas) != 2:
+        raise ExperimentError(f"{where}: betas must be two numbers, not {list(betas)}")
+    return _checked(Backpropagation, known, {"weight_decay": decay, "betas": list(betas)}, where)
+
+
+def _checked(kind: type[Method], known: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> Method:
+    """The method, once its settings are known to be valid."""
+    is_auto = known["lr"] == "auto"
     try:
-        method = build(Method, {**known, "lr": [1.0] if is_auto else known["lr"], "settings": settings}, where)
+        method = build(kind, {**known, "lr": [1.0] if is_auto else known["lr"], "settings": settings}, where)
         method = replace(method, lr=("auto",)) if is_auto else method
         method.queries_per_step  # noqa: B018
     except ExperimentError:

@@ -5,6 +5,7 @@ spec.toml             the comparison that was run last
 runs/ID.json          the result of a finished run
 runs/ID.ledger        its steps (and, beside it, the state to resume from)
 runs/ID.looks         evaluations of a run under way
+runs/ID.checkpoint    what one by backpropagation resumes from, which has no ledger
 sweeps/ID.json        what a sweep over rates came to
 bases/ID.safetensors  the weights that runs of a workload start from
 """
@@ -81,12 +82,16 @@ class Store:
         with translated(ExperimentError, f"{file} cannot be written; nothing was changed"):
             write_json(file, {"schema": SCHEMA, **result.to_json()})
         self.evaluations(result.id).unlink(missing_ok=True)
+        self.checkpoint(result.id).unlink(missing_ok=True)
 
     def ledger(self, run_id: str) -> Path:
         return self.runs / f"{run_id}.ledger"
 
     def evaluations(self, run_id: str) -> Path:
         return self.runs / f"{run_id}.looks"
+
+    def checkpoint(self, run_id: str) -> Path:
+        return self.runs / f"{run_id}.checkpoint"
 
     def save_sweep(self, sweep_id: str, outcome: Json) -> None:
         file = self.sweeps / f"{sweep_id}.json"

@@ -24,9 +24,10 @@ from forwardtune.experiments.comparison import check_base, unfinished
 from forwardtune.experiments.events import Judged, MakingBase, Noted, SweepPlanned, Tell, ignore
 from forwardtune.experiments.plan import Run
 from forwardtune.experiments.result import Json, RunResult, scores_to_json
-from forwardtune.experiments.runner import execute, execute_until, make_base
-from forwardtune.experiments.spec import Method, Spec, steps
+from forwardtune.experiments.runner import execute, execute_until
+from forwardtune.experiments.spec import Backpropagation, Method, Spec, steps
 from forwardtune.experiments.store import Store
+from forwardtune.experiments.under_way import make_base
 from forwardtune.tasks import Tasks, Workload
 from forwardtune.tasks.identity import fingerprint
 from forwardtune.toml_tables import at_least
@@ -116,6 +117,10 @@ def plan_sweep(spec: Spec, workload: Workload, method: Method, *, queries: int, 
     """The sweep over a method's grid that uses so many queries, everything included."""
     if method.is_auto:
         raise ExperimentError(f"{method.label} finds its rate while training; choose a method with a grid of rates")
+    if isinstance(method, Backpropagation):
+        raise ExperimentError(
+            f"{method.label} has no ledger, by which a sweep judges and resumes; `forwardtune compare` makes its grid"
+        )
     ladder = rungs(len(method.grid), queries // method.queries_per_step, eta)
     alone = replace(workload, queries=ladder[-1].steps * method.queries_per_step, epochs=None)
     steps(alone, method, alone.queries or 0)

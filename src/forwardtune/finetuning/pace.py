@@ -23,7 +23,7 @@ from torch import nn
 from forwardtune.errors import NonFiniteLossError, NoOwnLinesError
 from forwardtune.experiments.plan import Run
 from forwardtune.experiments.result import Evaluation
-from forwardtune.experiments.runner import batch_indices
+from forwardtune.experiments.under_way import batch_indices
 from forwardtune.methods import MeZO
 from forwardtune.noise import Slot, Term
 from forwardtune.optimizer import LineSearch

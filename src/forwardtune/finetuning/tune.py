@@ -18,8 +18,9 @@ from forwardtune.experiments import cores
 from forwardtune.experiments.events import Measuring, Noted, Tell, ignore
 from forwardtune.experiments.plan import Run
 from forwardtune.experiments.result import RunResult, scores_to_json
-from forwardtune.experiments.runner import Executed, Ready, execute, make_base
+from forwardtune.experiments.runner import Executed, execute
 from forwardtune.experiments.store import Store, read_json
+from forwardtune.experiments.under_way import Ready, make_base
 from forwardtune.files import filled, temporary, translated, write_json, write_text
 from forwardtune.finetuning.budget import Budget, BudgetFile, fitted
 from forwardtune.finetuning.card import card

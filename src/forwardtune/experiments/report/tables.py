@@ -22,6 +22,7 @@ from forwardtune.experiments.scoring import (
     acceleration,
     accuracy,
 )
+from forwardtune.experiments.spec import BACKPROPAGATION
 from forwardtune.experiments.summary import number
 from forwardtune.markup import csv_cell
 from forwardtune.markup import markdown as as_text
@@ -64,7 +65,8 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def tables(scores: ComparisonScore) -> dict[str, Table]:
     """Those that have something to show, by name."""
-    every = (_accuracy(scores), _loss(scores), _acceleration(scores), _contests(scores), _rates(scores))
+    makers = (_accuracy, _loss, _acceleration, _contests, _cost, _rates)
+    every = [make(scores) for make in makers]
     return {table.name: table for table in every if table.rows}
 
 
@@ -208,6 +210,32 @@ def _verdict(pair: Paired, contest: Contest) -> str:
     return f"{contest.ahead(pair).method.title} ahead"
 
 
+def _cost(scores: ComparisonScore) -> Table:
+    rows, records = [], []
+    for workload in scores.workloads:
+        for score in workload.methods:
+            if score.best is None:
+                continue
+            results = score.best.finished
+            seconds = fmean(result.circumstances.seconds for result in results)
+            speed = fmean(result.queries_per_second for result in results)
+            memory = fmean(result.circumstances.peak_memory for result in results)
+            names = workload.workload.name, score.method.title
+            rows.append((*names, f"{seconds:,.1f}", f"{speed:,.1f}", f"{memory / 1e6:,.0f}"))
+            cost = {"seconds": seconds, "queries_per_second": speed, "peak_memory": memory}
+            records.append({"workload": names[0], "method": names[1], "lr": score.best.lr, **cost})
+    return Table(
+        "cost",
+        "Time and memory of a run",
+        ("workload", "method", "seconds", "queries per second", "peak MB"),
+        tuple(rows),
+        tuple(records),
+        "Means over seeds, each method at its best rate. Seconds include evaluations, queries per second do not; a step"
+        f" by backpropagation counts as {BACKPROPAGATION} queries. Peak memory is that of the device on a GPU, or of"
+        " the whole process with its program and data. Times also depend on what else the machine did.",
+    )
+
+
 def _rates(scores: ComparisonScore) -> Table:
     rows, records = [], []
     for workload in scores.workloads:
@@ -283,6 +311,7 @@ def runs_table(workloads: Sequence[WorkloadScore]) -> Table:
         "training loss",
         titled(*dict.fromkeys(workload.metric for workload in workloads)),
         "seconds",
+        "queries per second",
         "threads",
         "peak MB",
         "commit",
@@ -305,6 +334,7 @@ def _run_record(workload: WorkloadScore, score: MethodScore, result: RunResult) 
         "metric": result.metric,
         "plateaus": result.plateaus,
         "seconds": here.seconds,
+        "queries_per_second": result.queries_per_second,
         "peak_memory": here.peak_memory,
         "sessions": here.sessions,
         "started": here.started,
@@ -335,6 +365,7 @@ def _run_cells(record: Json) -> tuple[str, ...]:
         loss,
         "not finite" if value is None else shown(metric, value),
         f"{record['seconds']:.1f}",
+        f"{record['queries_per_second']:,.1f}",
         str(record["threads"]),
         f"{record['peak_memory'] / 1e6:,.0f}",
         commit,

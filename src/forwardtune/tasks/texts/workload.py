@@ -15,7 +15,8 @@ TRANSFORMER = "transformer"
 LM = "lm"
 SETUPS = ("prompt", "similarity", "head", LM)
 ADAPTERS = ("none", "lora", "prefix", "prompt", "ia3")
-DTYPES = ("float32", "bfloat16", "float16", "float64", "int8", "nf4")
+PACKED = ("int8", "nf4")
+DTYPES = ("float32", "bfloat16", "float16", "float64", *PACKED)
 
 
 @dataclass(frozen=True, kw_only=True)
