@@ -124,8 +124,8 @@ def unfinished(runs: Sequence[Run], store: Store, tasks: Tasks) -> list[Run]:
                 for data in (result.data, tasks[run.workload].data)
             )
             raise ExperimentError(
-                f"runs of {run.workload.name} in {store.folder} were made on other data or from other weights (there "
-                f"{there}, here {here}); use those, or choose another folder with --out"
+                f"runs of {run.workload.name} in {store.folder} were made on other data, by other code or from other "
+                f"weights (there {there}, here {here}); use those, or choose another folder with --out"
             )
     return left
 
@@ -223,7 +223,13 @@ def _serve(pipe: Connection, folder: Path, sources: Sources, machine: Machine) -
     while True:
         run: Run = pipe.recv()
         try:
-            execute(run, store, tasks[run.workload], pipe.send)
+            task = tasks[run.workload]
+            if not store.base(task.base_id).exists():
+                raise ExperimentError(
+                    "its code or data are not what they were when the comparison began; leave them alone meanwhile, "
+                    "and draw random numbers with torch, whose generator is seeded"
+                )
+            execute(run, store, task, pipe.send)
         except ForwardTuneError as error:
             pipe.send(Failed(f"{run.title}: {error}"))
         except Exception as error:
