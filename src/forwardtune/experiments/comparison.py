@@ -124,8 +124,8 @@ def unfinished(runs: Sequence[Run], store: Store, tasks: Tasks) -> list[Run]:
                 for data in (result.data, tasks[run.workload].data)
             )
             raise ExperimentError(
-                f"runs of {run.workload.name} in {store.folder} were made on other data, by other code or from other "
-                f"weights (there {there}, here {here}); use those, or choose another folder with --out"
+                f"runs of {run.workload.name} in {store.folder} were made on other data or from other weights, or "
+                f"by other code of a task (there {there}, here {here}); use those, or choose another folder with --out"
             )
     return left
 

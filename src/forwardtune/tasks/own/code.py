@@ -23,8 +23,8 @@ from forwardtune.errors import ExperimentError, ForwardTuneError, is_lack_of_mem
 from forwardtune.toml_tables import nearest
 
 DECLARED = "OwnTask"
-_executed: dict[str, ModuleType] = {}
-"""From files beside specs, by name."""
+_brought: dict[str, ModuleType] = {}
+"""Modules from files beside specs, by name."""
 
 
 class Code:
@@ -35,7 +35,7 @@ class Code:
         self.files: Mapping[Path, bytes] = {}
         name, _, function = task.partition(":")
         module = self._imported(name, folder.resolve())
-        where = f"{module.__file__ or name}"
+        where = _origin(module) or name
         make = getattr(module, function, None)
         if not callable(make):
             functions = [key for key, value in vars(module).items() if _is_declared(value)]
@@ -76,8 +76,9 @@ class Code:
         except (Exception, SystemExit) as error:
             if is_lack_of_memory(error):
                 raise
+            text = error.msg if isinstance(error, SyntaxError) else error
             raise ExperimentError(
-                f"the task {self.task}: {what} failed with {type(error).__name__}: {error} ({self._line(error)})"
+                f"the task {self.task}: {what} failed with {type(error).__name__}: {text} ({self._line(error)})"
             ) from error
 
     def _line(self, error: BaseException) -> str:
@@ -90,7 +91,7 @@ class Code:
 
     def _imported(self, name: str, folder: Path) -> ModuleType:
         """The module from a file in the spec's folder, executed anew, or else one that is installed."""
-        if str(folder) not in sys.path:
+        if sys.path[0] != str(folder):
             sys.path.insert(0, str(folder))  # for good, since functions may import when they are called
         file = folder / f"{name}.py"
         importlib.invalidate_caches()
@@ -106,34 +107,44 @@ class Code:
                 raise ExperimentError(
                     f"the task {self.task}: there is no file {file}, and no module {name!r} is installed"
                 ) from None
-            if module.__file__:
-                self.files = sources(Path(module.__file__), Path(module.__file__).parent)
+            if origin := _origin(module):
+                self.files = sources(origin, origin.parent)
             return module
 
     def _execute(self, name: str, file: Path) -> ModuleType:
         """Executes the very bytes by which the file is known; what it imports from beside it is imported anew."""
-        other = sys.modules.get(name)
-        origin = getattr(other, "__file__", None)
-        if other is not None and other is not _executed.get(name) and (not origin or Path(origin).resolve() != file):
-            raise ExperimentError(
-                f"the task {self.task}: there is another module {name!r} ({origin or 'built in'}); give {file} "
-                "another name"
-            )
         for key, imported in list(sys.modules.items()):
-            origin = getattr(imported, "__file__", None)
-            if origin and Path(origin) in self.files:
+            if _brought.get(key) is imported or _origin(imported) in self.files:
                 del sys.modules[key]
+        for beside in (own for own in self.files if own.parent == file.parent):
+            if other := sys.modules.get(beside.stem):
+                raise ExperimentError(
+                    f"the task {self.task}: there is another module {beside.stem!r} ({_origin(other) or 'built in'}); "
+                    f"give {beside} another name"
+                )
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None
-        module = sys.modules[name] = _executed[name] = importlib.util.module_from_spec(spec)
-        exec(compile(self.files[file], str(file), "exec"), vars(module))
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # which may be stale for a second
+        try:
+            exec(compile(self.files[file], str(file), "exec", dont_inherit=True), vars(module))
+        finally:
+            sys.dont_write_bytecode = writes
+            _brought.update({key: own for key, own in list(sys.modules.items()) if _origin(own) in self.files})
         return module
+
+
+def _origin(module: ModuleType) -> Path | None:
+    """The file that a module is in."""
+    file = getattr(module, "__file__", None)
+    return Path(file) if isinstance(file, str) else None
 
 
 def _is_declared(value: object) -> bool:
     """Whether it is a function that is said to return an `OwnTask`; annotations may be texts."""
     said = getattr(value, "__annotations__", {}).get("return") if inspect.isfunction(value) else None
-    return (said if isinstance(said, str) else getattr(said, "__name__", "")).rpartition(".")[2] == DECLARED
+    name = said if isinstance(said, str) else getattr(said, "__name__", "")
+    return name.strip("'\"").rpartition(".")[2] == DECLARED
 
 
 def sources(file: Path, folder: Path) -> dict[Path, bytes]:

@@ -81,7 +81,7 @@ class UserTask(Task):
         torch.set_num_threads(1)
         try:
             with self._seeded():
-                self.own = self._checked(self._code.make(workload.options))
+                self.own = self._checked(self._code.make(workload.options or {}))
         finally:
             torch.set_num_threads(threads)
         self._functions = {own_name(name, best): function for name, (best, function) in self.own.metrics.items()}

@@ -19,7 +19,7 @@ class OwnWorkload(Workload):
     """
 
     task: str
-    options: Mapping[str, object] = field(hash=False, default_factory=dict)
+    options: Mapping[str, object] | None = field(hash=False, default=None)
     data: str = field(init=False, default="")
     network: str = field(init=False, default="")
     weights: str = field(init=False, default="the task's own")
