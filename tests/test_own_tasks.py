@@ -364,6 +364,7 @@ LOSS = "    return (model(x) + noise - y).square().mean(1)"
     ("new", "complaint"),
     [
         ("return 3.0", r"loss must return a tensor, of one number or one per example \(8 here\), not float"),
+        ("return nn.LazyLinear(2)", "loss must return a tensor, .*not LazyLinear"),
         ("return (model(x) - y)", r"not a tensor of shape \(8, 2\)"),
         ("return (model(x) - y).log().mean()", "its loss is nan before any step; it must be finite"),
         ("return model(x, 1)", r"loss failed with TypeError: .*\(.*mine_to_tune\.py, line 16: return model\(x, 1\)\)"),
@@ -376,6 +377,12 @@ def test_a_loss_that_is_none_is_told_before_anything_is_done(tmp_path, new, comp
     with pytest.raises(ExperimentError, match=f"^the task mine_to_tune:make: .*{complaint}"):
         compare(spec, Store(tmp_path / "store"), tasks, Machine())
     assert not (tmp_path / "store" / "spec.toml").exists()
+
+
+def test_a_model_without_shapes_is_told(tmp_path):
+    task = task_in(tmp_path, CODE.replace("Net(hidden)", "nn.LazyLinear(2)"))
+    with pytest.raises(ExperimentError, match=r"the state of its model failed with ValueError: .*uninitialized"):
+        _ = task.base_id
 
 
 def test_metrics_are_tried_before_anything_is_done(tmp_path):
@@ -430,6 +437,10 @@ def test_a_module_that_is_installed(tmp_path, monkeypatch):
     task = task_in(tmp_path, task="package_of_mine.tasks:make")
     assert {file.name for file in task._code.files} == {"tasks.py", "net.py"}
     assert task.examples == 70
+    (tmp_path / "site" / "installed_of_mine.py").write_text(CODE.replace("helper_of_mine", "package_of_mine.net"))
+    (tmp_path / "site" / "torch.py").write_text("raise RuntimeError('a neighbour')")
+    task = task_in(tmp_path, task="installed_of_mine:make")
+    assert {file.name for file in task._code.files} == {"installed_of_mine.py"}
 
 
 def test_examples_that_change_are_refused(tmp_path):

@@ -108,7 +108,7 @@ class Code:
                     f"the task {self.task}: there is no file {file}, and no module {name!r} is installed"
                 ) from None
             if origin := _origin(module):
-                self.files = sources(origin, origin.parent)
+                self.files = sources(origin, origin.parent if module.__package__ else origin)
             return module
 
     def _execute(self, name: str, file: Path) -> ModuleType:

@@ -202,7 +202,8 @@ class UserTask(Task):
     @cached_property
     def base_id(self) -> str:
         """By the code, the options, some of the examples, and the shapes of the weights."""
-        shapes = [(name, list(value.shape), str(value.dtype)) for name, value in _state(self.own.model).items()]
+        with self._code.telling("the state of its model"):
+            shapes = [(name, list(value.shape), str(value.dtype)) for name, value in _state(self.own.model).items()]
         return fingerprint([RULES, self._code.digest, self.workload.options, self.data_digest, shapes])
 
     def check(self) -> None:
