@@ -309,7 +309,7 @@ def test_runs_of_other_code_are_refused(folder, monkeypatch):
     monkeypatch.chdir(folder)  # where `stopped` looks for the module
     stopped(begun, store)
     written(folder, CODE.replace("0.01", "0.02"))
-    complaint = "were made on other data or from other weights, or by other code of a task .*; use those"
+    complaint = "were made on other data or from other weights, or by other code of a task; use those"
     with pytest.raises(ExperimentError, match=complaint):
         compare(spec, store, loaded(folder)[1], Machine())
     with pytest.raises(ExperimentError, match="was begun on other data or weights, or by other code of a task"):
@@ -544,6 +544,18 @@ def make() -> "OwnTask":
     assert (result.weights, result.metrics) == (130, ("accuracy",))
     assert result.final.metrics["accuracy"] == pytest.approx(1 - result.final.train_loss)
     assert result.told_score.endswith("%")
+
+
+def test_a_loss_may_have_gradients_of_its_own(tmp_path):
+    """As of a differential equation: in steps and in evaluations."""
+    slopes = """    with torch.enable_grad():
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x)
+    return (slope.detach() - y.sum(1, keepdim=True)).square().mean(1)"""
+    task = task_in(tmp_path, CODE.replace(LOSS, slopes))
+    result = execute(plan(specs.load(tmp_path / "mine.toml"))[0], Store(tmp_path / "store"), task).result
+    assert result.status == "finished"
+    assert result.final.train_loss != result.curve.column("train_loss")[0]
 
 
 def test_a_loss_below_zero_does_not_diverge(tmp_path):

@@ -123,9 +123,10 @@ def unfinished(runs: Sequence[Run], store: Store, tasks: Tasks) -> list[Run]:
                 f"{data.train:,} training and {data.test:,} test examples"
                 for data in (result.data, tasks[run.workload].data)
             )
+            sizes = f" (there {there}, here {here})" if there != here else ""
             raise ExperimentError(
                 f"runs of {run.workload.name} in {store.folder} were made on other data or from other weights, or "
-                f"by other code of a task (there {there}, here {here}); use those, or choose another folder with --out"
+                f"by other code of a task{sizes}; use those, or choose another folder with --out"
             )
     return left
 

@@ -1,7 +1,7 @@
 """What is compared: a frozen description, read from a TOML file.
 
-A spec names workloads (data, network, base weights), methods with their grids of rates, seeds, and one budget in
-queries that is the same for all methods. `docs/experiments.md` explains every key.
+A spec names workloads (data, network and base weights, or a function that gives them), methods with their grids of
+rates, seeds, and one budget in queries that is the same for all methods. `docs/experiments.md` explains every key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What workloads of images and of texts have in common."""
+"""What all workloads have in common."""
 
 from __future__ import annotations
 
