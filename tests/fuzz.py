@@ -586,8 +586,10 @@ class SpecFile(Reader):
             "methods": [{"method": "VS2P", "lr": "auto", "directions": "auto"}],
         }
         s2p = {"method": "S2P", "label": "mine", "lr": [1.0], "rounding": "nearest", "probes": "in-place"}
+        own = {**SPEC, "workloads": [{"task": "os:system", "options": {"command": "touch owned"}}]}
         documents = [SPEC, texts, auto, {**SPEC, "methods": [{**s2p, "L": 1.0, "step_size": "dynamic"}]}]
         documents[3]["methods"] = [{"method": "MeZO", "label": "mine", "lr": [1.0], "rho": 1e-3, "rounding": "nearest"}]
+        documents.append(own)
         for document in documents:
             specs.parse(as_toml(document).decode(), "test", home)
         files = st.one_of(changed(documents).map(as_toml), damaged(list(map(as_toml, documents))))

@@ -51,12 +51,34 @@ OF_SCORES: dict[str, Callable[[Tensor, Tensor], float]] = {"pearson": pearson, "
 """Metrics of predicted and actual scores."""
 
 
-LOWER = ("perplexity",)
-"""Metrics of which the lowest is the best; all others are shares, told in per cent, of which the highest is."""
+LOWER = ("perplexity", "loss")
+"""Metrics of which the lowest is the best."""
+ARROWS = {"lowest": " \N{DOWNWARDS ARROW}", "highest": " \N{UPWARDS ARROW}"}
+"""What ends the names of other people's metrics, by which value is the best. Those without are shares, as accuracy is:
+they are told in per cent, and the highest is the best."""
+
+
+def own_name(name: str, best: str) -> str:
+    """What a metric of other people's is called here, given whether its lowest or its highest value is the best.
+
+    >>> own_name("mae", "lowest"), own_name("accuracy", "highest"), own_name("loss", "lowest")
+    ('mae ↓', 'accuracy', 'loss')
+    """
+    known = LOWER if best == "lowest" else {*OF_CLASSES, *OF_SCORES}
+    return name if name in known else name + ARROWS[best]
+
+
+def spoken(name: str) -> str:
+    """The name within a sentence."""
+    return name.removesuffix(ARROWS["lowest"]).removesuffix(ARROWS["highest"])
 
 
 def is_lower_better(name: str) -> bool:
-    return name in LOWER
+    return name in LOWER or name.endswith(ARROWS["lowest"])
+
+
+def is_share(name: str) -> bool:
+    return not is_lower_better(name) and not name.endswith(ARROWS["highest"])
 
 
 def is_better(name: str, value: float, other: float) -> bool:
@@ -66,7 +88,7 @@ def is_better(name: str, value: float, other: float) -> bool:
 
 def scaled(name: str, value: float) -> float:
     """A metric as people say it: a share in per cent."""
-    return value if is_lower_better(name) else 100 * value
+    return 100 * value if is_share(name) else value
 
 
 def shown(name: str, value: float) -> str:
@@ -75,11 +97,11 @@ def shown(name: str, value: float) -> str:
     >>> shown("accuracy", 2 / 3), shown("perplexity", 23.456)
     ('66.7', '23.46')
     """
-    return f"{value:.4g}" if is_lower_better(name) else f"{100 * value:.1f}"
+    return f"{100 * value:.1f}" if is_share(name) else f"{value:.4g}"
 
 
 def unit(name: str) -> str:
-    return "" if is_lower_better(name) else "%"
+    return "%" if is_share(name) else ""
 
 
 def titled(*names: str, share: str = "%") -> str:
@@ -88,8 +110,8 @@ def titled(*names: str, share: str = "%") -> str:
     >>> titled("accuracy", "pearson"), titled("perplexity"), titled("f1", "perplexity")
     ('accuracy or pearson (%)', 'perplexity', 'f1 (%) or perplexity')
     """
-    shares = " or ".join(name for name in names if not is_lower_better(name))
-    return " or ".join([f"{shares} ({share})"] * bool(shares) + [name for name in names if is_lower_better(name)])
+    shares = " or ".join(filter(is_share, names))
+    return " or ".join([f"{shares} ({share})"] * bool(shares) + [name for name in names if not is_share(name)])
 
 
 def perplexity(loss: float) -> float:

@@ -121,7 +121,7 @@ def run(
     import torch
 
     from forwardtune.experiments.comparison import Machine, unfinished
-    from forwardtune.experiments.plan import run_of
+    from forwardtune.experiments.plan import plan, run_of
     from forwardtune.experiments.runner import execute
     from forwardtune.experiments.store import Store
     from forwardtune.experiments.summary import number
@@ -138,7 +138,9 @@ def run(
     torch.set_num_threads(machine.threads)
     listener = listener_for(quiet, json, store.folder / "tensorboard" if tensorboard else None)
     with interruptible(), store.lock(), listener:
-        unfinished([one], store, tasks)
+        grid = [made for made in plan(chosen) if made.workload == picked]
+        if one in unfinished([*grid, one], store, tasks):
+            tasks[picked].check()
         result = execute(one, store, tasks[picked], listener).result
     if not json:
         final = result.final

@@ -126,9 +126,10 @@ def unfinished(runs: Sequence[Run], store: Store, tasks: Tasks) -> list[Run]:
                 f"{data.train:,} training and {data.test:,} test examples"
                 for data in (result.data, tasks[run.workload].data)
             )
+            sizes = f" (there {there}, here {here})" if there != here else ""
             raise ExperimentError(
-                f"runs of {run.workload.name} in {store.folder} were made on other data or from other weights (there "
-                f"{there}, here {here}); use those, or choose another folder with --out"
+                f"runs of {run.workload.name} in {store.folder} were made on other data or from other weights, or "
+                f"by other code of a task{sizes}; use those, or choose another folder with --out"
             )
     return left
 
@@ -226,7 +227,13 @@ def _serve(pipe: Connection, folder: Path, sources: Sources, machine: Machine) -
     while True:
         run: Run = pipe.recv()
         try:
-            execute(run, store, tasks[run.workload], pipe.send)
+            task = tasks[run.workload]
+            if not store.base(task.base_id).exists():
+                raise ExperimentError(
+                    "its code or data are not what they were when the comparison began; leave them alone meanwhile, "
+                    "and draw random numbers with torch, whose generator is seeded"
+                )
+            execute(run, store, task, pipe.send)
         except ForwardTuneError as error:
             pipe.send(Failed(f"{run.title}: {error}"))
         except Exception as error:

@@ -55,8 +55,8 @@ class EvaluationLog:
                 break
         if self._sessions and self._sessions[0].base != base:
             raise ExperimentError(
-                f"the run of {self.file} was begun on other data or weights; resume it with those, or choose another "
-                "folder"
+                f"the run of {self.file} was begun on other data or weights, or by other code of a task; resume it "
+                "with those, or choose another folder"
             )
 
     def _entry(self, evaluation: Evaluation) -> Json:

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any, Literal, Protocol
 
 from forwardtune.errors import ExperimentError
-from forwardtune.metrics import shown, unit
+from forwardtune.metrics import shown, spoken, unit
 from forwardtune.record import StepRecord
 from forwardtune.tasks.identity import fingerprint
 from forwardtune.tasks.task import DataFacts, Scores
@@ -255,7 +255,7 @@ class RunResult:
     @property
     def told_score(self) -> str:
         """As: test accuracy 60.5%."""
-        return f"test {self.metric} {shown(self.metric, self.score)}{unit(self.metric)}"
+        return f"test {spoken(self.metric)} {shown(self.metric, self.score)}{unit(self.metric)}"
 
     def summary(self) -> Json:
         """All but the columns of numbers."""

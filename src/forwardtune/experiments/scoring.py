@@ -24,7 +24,7 @@ from forwardtune.experiments.intervals import Interval, Paired, bootstrap, boots
 from forwardtune.experiments.plan import plan, rates
 from forwardtune.experiments.result import Rate, Results, RunResult
 from forwardtune.experiments.spec import Method, Spec
-from forwardtune.metrics import is_better, titled
+from forwardtune.metrics import is_better, spoken, titled
 from forwardtune.tasks import Workload
 
 SMOOTHING = 0.1
@@ -266,7 +266,7 @@ class ComparisonScore:
     @property
     def metric(self) -> str:
         """What the workloads' metrics are called together."""
-        return " or ".join(self._metrics)
+        return " or ".join(map(spoken, self._metrics))
 
     def metric_title(self, share: str = "%") -> str:
         """The same with their units."""

@@ -1,7 +1,7 @@
 """What is compared: a frozen description, read from a TOML file.
 
-A spec names workloads (data, network, base weights), methods with their grids of rates, seeds, and one budget in
-queries that is the same for all methods. `docs/experiments.md` explains every key.
+A spec names workloads (data, network and base weights, or a function that gives them), methods with their grids of
+rates, seeds, and one budget in queries that is the same for all methods. `docs/experiments.md` explains every key.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from forwardtune.experiments.result import Rate
 from forwardtune.files import check_depth
 from forwardtune.methods import METHODS
 from forwardtune.optimizer import LineSearch
-from forwardtune.tasks import IMAGES, TEXTS, ImageWorkload, TextWorkload, Workload, kind_of
+from forwardtune.tasks import IMAGES, TEXTS, ImageWorkload, OwnWorkload, TextWorkload, Workload, kind_of
 from forwardtune.tasks.texts.workload import PACKED
 from forwardtune.toml_tables import build, is_name, one_of, value
 
@@ -178,8 +178,12 @@ class _File:
     rates_from: str = ""
 
 
-KEYS = {entry.name for kind in (ImageWorkload, TextWorkload) for entry in fields(kind)}
-COMMON = KEYS - {"name", "data", "pretrain"}
+def _keys(*kinds: type[Workload]) -> set[str]:
+    return {entry.name for kind in kinds for entry in fields(kind) if entry.init}
+
+
+KEYS = _keys(ImageWorkload, TextWorkload, OwnWorkload)
+COMMON = KEYS - {"name", "data", "pretrain", "task", "options"}
 """Keys that a file may give once for all its workloads."""
 
 
@@ -265,15 +269,19 @@ def _check_gradient(workload: Workload, method: Method) -> None:
 def _workload(entry: Mapping[str, Any], common: Mapping[str, Any]) -> Workload:
     if {"queries", "epochs"} & entry.keys():
         common = {key: given for key, given in common.items() if key not in ("queries", "epochs")}
-    name = entry.get("name", f"{entry.get('data')}-{entry.get('network')}")
+    own = "task" in entry
+    usual = str(entry["task"]).replace(":", "-") if own else f"{entry.get('data')}-{entry.get('network')}"
+    name = entry.get("name", usual)
     where, table = f"the workload {name!r}", {"name": name, **common, **entry}
-    if "data" not in table:
-        raise ExperimentError(f"{where} has no 'data'; give it")
-    one_of(f"{where}: data", value(str, table["data"], where), (*IMAGES, *TEXTS))
-    kind = kind_of(table["data"])
-    of_others = table.keys() & KEYS - {entry.name for entry in fields(kind)}
+    if not own:
+        if "data" not in table:
+            raise ExperimentError(f"{where} has no 'data'; give it, or a 'task' of your own")
+        one_of(f"{where}: data", value(str, table["data"], where), (*IMAGES, *TEXTS))
+    kind = OwnWorkload if own else kind_of(table["data"])
+    of_others = table.keys() & KEYS - _keys(kind)
     if of_others:
-        raise ExperimentError(f"{where}: {min(of_others)} does not apply to {table['data']}; leave it out")
+        what = table["task" if own else "data"]
+        raise ExperimentError(f"{where}: {min(of_others)} does not apply to {what}; leave it out")
     return build(kind, table, where)
 
 

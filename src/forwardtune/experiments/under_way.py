@@ -243,8 +243,8 @@ class RunUnderWay(ABC):
     def _diverged(self) -> str:
         """Why the run is to be given up, judging by its last evaluation."""
         first, last = self.log.first.scores.train_loss, self.log.last.scores.train_loss
-        limit = DIVERGED * max(first if math.isfinite(first) else 0.0, self.task.guessing)
-        if last <= limit:
+        limit = DIVERGED * max(first if math.isfinite(first) else 0.0, self.task.guessing) or math.inf
+        if math.isfinite(last) and last <= limit:
             return ""
         loss = f"{last:.3g}, above {limit:.3g}" if math.isfinite(last) else "not finite"
         return f"the training loss is {loss}, at {self.log.last.queries:,} queries"

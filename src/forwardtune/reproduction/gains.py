@@ -11,7 +11,7 @@ from statistics import NormalDist, fmean
 from forwardtune.experiments.intervals import Interval, paired
 from forwardtune.experiments.scoring import MethodScore, RateScore, WorkloadScore
 from forwardtune.experiments.summary import count
-from forwardtune.metrics import is_lower_better, scaled, shown, titled, unit
+from forwardtune.metrics import is_lower_better, is_share, scaled, shown, titled, unit
 from forwardtune.reproduction.comparisons import Comparison
 from forwardtune.reproduction.cost import is_backpropagation
 from forwardtune.reproduction.words import between, ends, listed, score_text, table
@@ -154,7 +154,7 @@ def _told(gain: Gain) -> str:
 
 def _row(gain: Gain) -> list[str]:
     name = gain.metric
-    share = not is_lower_better(name)
+    share = is_share(name)
 
     def signed(value: float) -> str:
         return f"{value:+.1f}" if share else f"{value:+#.3g}".rstrip(".")

@@ -15,7 +15,7 @@ from forwardtune.experiments.result import rate_name
 from forwardtune.experiments.scoring import ComparisonScore, MethodScore, RateScore, WorkloadScore, score
 from forwardtune.experiments.summary import count, number
 from forwardtune.markup import markdown as plain
-from forwardtune.metrics import is_lower_better, scaled, shown, titled, unit
+from forwardtune.metrics import is_share, scaled, shown, spoken, titled, unit
 from forwardtune.reproduction.comparisons import origin, results_of
 from forwardtune.scales import SCALES
 
@@ -111,7 +111,7 @@ def _workload(workload: WorkloadScore) -> str:
     name = workload.metric
     start = plain(
         f"{w.name}: {w.queries:,} queries, {count(seeds, 'seed')}, {result.weights:,} weights. At the start the "
-        f"training loss is {number(first[0])}, the test {name} {shown(name, first[1])}{unit(name)}."
+        f"training loss is {number(first[0])}, the test {spoken(name)} {shown(name, first[1])}{unit(name)}."
     )
     header = ["method", "rates", "training loss", titled(name), "best rate", "a guess"]
     rows = [_row(method, name) for method in workload.methods if method.best]
@@ -138,7 +138,7 @@ def _row(score: MethodScore, metric: str) -> list[str]:
         f"**{name}**" if is_auto else name,
         "none" if is_auto else str(len(score.rates)),
         _spread(best.losses) + diverged,
-        _spread([scaled(metric, value) for value in best.accuracies], ".4g" if is_lower_better(metric) else ".1f"),
+        _spread([scaled(metric, value) for value in best.accuracies], ".1f" if is_share(metric) else ".4g"),
         "found" if is_auto else f"{rate_name(best.lr)}{edge}",
         "" if is_auto else _shown(_guess(score)),
     ]

@@ -11,7 +11,7 @@ from forwardtune.experiments.report.tables import edge, markdown
 from forwardtune.experiments.result import rate_name
 from forwardtune.experiments.scoring import MethodScore, RateScore, WorkloadScore
 from forwardtune.experiments.summary import number
-from forwardtune.metrics import is_lower_better, shown
+from forwardtune.metrics import is_share, shown
 
 
 def listed(items: Sequence[str]) -> str:
@@ -77,7 +77,7 @@ def score_text(best: RateScore) -> str:
         return shown(metric, value)
 
     diverged = f", {best.diverged} of {len(best.results)} diverged" if best.diverged else ""
-    return spread(best.accuracies, show, two_digits if is_lower_better(metric) else show) + diverged
+    return spread(best.accuracies, show, show if is_share(metric) else two_digits) + diverged
 
 
 def rate_text(score: MethodScore) -> str:

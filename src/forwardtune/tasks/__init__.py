@@ -6,19 +6,22 @@ sources    where data and weights are read from
 identity   hashes that identify descriptions and files
 images/    networks on image datasets
 texts/     transformers on texts, labelled or plain
+own/       models, data and losses of the user's own
 """
 
 from forwardtune._compat import check_transformers
 from forwardtune.tasks.images.task import ImageTask
 from forwardtune.tasks.images.workload import IMAGES, ImageWorkload
+from forwardtune.tasks.own.task import OwnTask, UserTask
+from forwardtune.tasks.own.workload import OwnWorkload
 from forwardtune.tasks.sources import Sources
 from forwardtune.tasks.task import Scores, Task
 from forwardtune.tasks.texts.workload import LM, TEXTS, TextWorkload
 from forwardtune.tasks.workload import Workload
 
 __all__ = [
-    "IMAGES", "TEXTS", "ImageWorkload", "Scores", "Sources", "Task", "Tasks", "TextWorkload", "Workload", "kind_of",
-    "prepare",
+    "IMAGES", "TEXTS", "ImageWorkload", "OwnTask", "OwnWorkload", "Scores", "Sources", "Task", "Tasks", "TextWorkload",
+    "Workload", "kind_of", "prepare",
 ]  # fmt: skip
 
 
@@ -31,6 +34,8 @@ def prepare(workload: Workload, sources: Sources, device: str) -> Task:
     """The workload made ready: its data in memory, its model known."""
     if isinstance(workload, ImageWorkload):
         return ImageTask(workload, sources, device)
+    if isinstance(workload, OwnWorkload):
+        return UserTask(workload, sources, device)
     assert isinstance(workload, TextWorkload)
     check_transformers()
     from forwardtune.tasks.texts.task import LanguageTask, TextTask

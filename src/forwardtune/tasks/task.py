@@ -99,10 +99,12 @@ class Task(ABC):
     @torch.inference_mode()
     def evaluate(self, model: nn.Module) -> Scores:
         """On the same examples every time, without dropout and with BatchNorm's running statistics."""
-        training = model.training
+        modes = [(module, module.training) for module in model.modules()]
         model.eval()
         scores = self.score(model, *self._sample)
-        model.train(training)
+        model.train(modes[0][1])
+        for module, training in modes:
+            module.training = training
         return scores
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What workloads of images and of texts have in common."""
+"""What all workloads have in common."""
 
 from __future__ import annotations
 
@@ -67,7 +67,6 @@ class Workload:
         """The number of queries a run may use, given the size of the training set."""
         if self.batch > examples:
             raise ExperimentError(
-                f"{self.name}: a batch of {self.batch} is more than the {examples:,} training examples of {self.data}; "
-                "lower the batch"
+                f"{self.name}: a batch of {self.batch} is more than the {examples:,} training examples; lower the batch"
             )
         return self.queries or 2 * (self.epochs or 0) * (examples // self.batch)

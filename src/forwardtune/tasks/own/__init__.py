@@ -1,0 +1,1 @@
+"""Models, data and losses of the user's own."""
