@@ -100,8 +100,10 @@ def _long(seconds: float) -> str:
 
 def outcome(result: RunResult, kept: Kept, queries_per_step: int) -> Iterator[tuple[str, str]]:
     """What a run came to, in lines with their styles."""
-    changes = {name: (result.curve.column(name)[0], kept.scores.metrics[name]) for name in result.metrics}
-    told = ", ".join(f"{name} {_change(name, *change)}" for name, change in changes.items())
+    changes = {name: (result.fitted(name), kept.scores.metrics[name]) for name in result.metrics}
+    fits = {name: f"{shown(name, before)} to " for name, before in result.base.before.items()}
+    told = ", ".join(f"{name} {fits.get(name, '')}{_change(name, *change)}" for name, change in changes.items())
+    told += " (as it was, fitted, tuned)" if fits else ""
     majority = f" (majority class {100 * result.data.majority:.1f})" if result.data.majority else ""
     yield f"test {told}{majority}", ""
     if result.lines:

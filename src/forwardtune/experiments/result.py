@@ -164,10 +164,14 @@ class Description:
 
 @dataclass(frozen=True)
 class Base:
-    """The weights that the run started from: what decides them, and the digest of their file."""
+    """The weights that the run started from: what decides them, and the digest of their file.
+
+    before: the test scores of the model before what is new in it was fitted, if something was.
+    """
 
     id: str
     digest: str
+    before: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -252,6 +256,14 @@ class RunResult:
         seconds = self.circumstances.seconds - (self.circumstances.evaluating or 0.0)
         return self.queries / seconds if seconds > 0 else math.nan
 
+    def first(self, metric: str) -> float:
+        """The test score of the model before anything in it was fitted or tuned."""
+        return self.base.before.get(metric, self.fitted(metric))
+
+    def fitted(self, metric: str) -> float:
+        """That of the base weights, with which tuning began."""
+        return self.curve.column(metric)[0]
+
     @property
     def told_score(self) -> str:
         """As: test accuracy 60.5%."""
@@ -276,7 +288,7 @@ class RunResult:
             **({"lines": self.lines} if self.lines else {}),
             "weights": self.weights,
             "data": told,
-            "base": asdict(self.base),
+            "base": {name: told for name, told in asdict(self.base).items() if told},
             "code": asdict(self.code),
             "device": self.device,
             "threads": self.threads,

@@ -28,6 +28,7 @@ from forwardtune.experiments.spec import steps
 from forwardtune.experiments.store import Store
 from forwardtune.tasks import Task
 from forwardtune.tasks.identity import file_digest
+from forwardtune.tasks.task import before_fit
 
 DIVERGED = 10.0
 """A run is given up when its training loss is so many times that at its start (or that of guessing, if larger)."""
@@ -263,7 +264,7 @@ class RunUnderWay(ABC):
             trace=self.tracer.trace(),
             weights=self.weights,
             data=self.task.data,
-            base=Base(self.base.stem, file_digest(self.base)),
+            base=Base(self.base.stem, file_digest(self.base), before_fit(self.base)),
             code=provenance.code(),
             device=str(self.task.device),
             threads=torch.get_num_threads(),

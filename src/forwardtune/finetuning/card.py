@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 from forwardtune.experiments.plan import Run
@@ -23,8 +24,12 @@ def card(run: Run, task: TextTask, result: RunResult, kept: Kept) -> str:
     tuned = "all its weights" if workload.adapter == "none" else f"an adapter ({workload.adapter})"
     if workload.adapter == "none" and is_quantized(task.language.config, workload.dtype):
         tuned = "its norms, biases and new weights"
+    stages: dict[str, Callable[[str], float]] = {"before": result.first}
+    if result.base.before:
+        stages["fitted"] = result.fitted
+    stages["after"] = kept.scores.metrics.__getitem__
     rows = "\n".join(
-        f"| {metric} | {shown(metric, result.curve.column(metric)[0])} | {shown(metric, kept.scores.metrics[metric])} |"
+        f"| {metric} | {' | '.join(shown(metric, score(metric)) for score in stages.values())} |"
         for metric in task.metrics
     )
     majority = result.data.majority
@@ -49,8 +54,8 @@ tags: [forwardtune, {"text-generation" if is_language else "text-classification"
 
 On {examples:,} test examples{percent}:
 
-| | before | after |
-| --- | --- | --- |
+| | {" | ".join(stages)} |
+| --- |{" --- |" * len(stages)}
 {rows}
 {always}
 {_asked(task)}

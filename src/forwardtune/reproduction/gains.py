@@ -21,18 +21,19 @@ SECONDS, THREADS = 3600, 2
 """An hour of two cores."""
 VERDICTS = {"better": "yes", "worse": "no, worse", "open": "not decided", "one seed": "one seed", "not finite": ""}
 HEADER = (
-    *("workload", "method", "metric", "at the start", "after", "gain", "better?"),
+    *("workload", "method", "metric", "at the start", "fitted", "after", "gain", "better?"),
     *("queries", "minutes", "threads", "test examples"),
 )
 
 QUESTION = "## Does tuning improve a pretrained model in an hour of two cores?\n"
 NOTES = """
 By forward passes alone, with the command of the preset. Each method is at its best rate, and the minutes are those of
-one of its runs, with its evaluations, not those of finding the rate. A gain is how much better the test score is than
-at the start: points of a share, or how far a perplexity fell. The 95% interval of an accuracy has both errors, added as
-squares: Student's over seeds, and the binomial one of two accuracies on this many test examples, as if each were
-measured on examples of its own; they are the same ones, so it is rather too wide. That of another metric is over seeds
-alone.
+one of its runs, with its evaluations, not those of finding the rate. "Fitted" is the score after a new head, or how
+answers are read, was fitted to training examples, where tuning then begins. A gain is how much better the test score is
+than at the start: points of a share, or how far a perplexity fell. The 95% interval of an accuracy has both errors,
+added as squares: Student's over seeds, and the binomial one of two accuracies on this many test examples, as if each
+were measured on examples of its own; they are the same ones, so it is rather too wide. That of another metric is over
+seeds alone.
 """
 
 
@@ -51,7 +52,12 @@ class Gain:
 
     @cached_property
     def starts(self) -> list[float]:
-        return [result.curve.column(self.metric)[0] for result in self.best.finished]
+        return [result.first(self.metric) for result in self.best.finished]
+
+    @property
+    def fitted(self) -> list[float]:
+        """Where something was fitted before tuning began: the scores with which it did."""
+        return [result.fitted(self.metric) for result in self.best.finished if result.base.before]
 
     @property
     def examples(self) -> int:
@@ -165,6 +171,7 @@ def _row(gain: Gain) -> list[str]:
         gain.method.method.title,
         titled(name),
         _start(gain),
+        _between(gain, gain.fitted) if gain.fitted else "",
         score_text(gain.best),
         mean + ends(gain.interval, signed),
         VERDICTS[gain.outcome],
@@ -176,7 +183,11 @@ def _row(gain: Gain) -> list[str]:
 
 
 def _start(gain: Gain) -> str:
-    return between(gain.starts, lambda value: shown(gain.metric, value))
+    return _between(gain, gain.starts)
+
+
+def _between(gain: Gain, scores: Sequence[float]) -> str:
+    return between(scores, lambda value: shown(gain.metric, value))
 
 
 def _minutes(value: float) -> str:

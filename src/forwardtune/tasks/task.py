@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from forwardtune.errors import ExperimentError
@@ -19,6 +21,7 @@ from forwardtune.tasks.sources import Sources
 from forwardtune.tasks.workload import Workload
 
 FIT = 64  # examples of a forward pass to which a head is fitted
+BEFORE = "before"
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,13 @@ class DataFacts:
     digest: str
     note: str = ""
     majority: float | None = None
+
+
+def before_fit(base: Path) -> dict[str, float]:
+    """The test scores, as a file of base weights tells them, of the model before what is new in it was fitted."""
+    with safe_open(base, "pt") as file:
+        told = (file.metadata() or {}).get(BEFORE)
+    return json.loads(told) if told else {}
 
 
 class Task(ABC):
@@ -136,6 +146,10 @@ class Task(ABC):
             )
         order = torch.randperm(self.examples, generator=torch.Generator().manual_seed(0))
         yield from order[: self.workload.fit].split(FIT)  # type: ignore[no-untyped-call]
+
+    def _told_before(self, model: nn.Module) -> dict[str, str]:
+        """What `before_fit` reads, as metadata of the file."""
+        return {BEFORE: json.dumps(dict(self.evaluate(model).metrics))}
 
     def describe(self, model: nn.Module) -> str:
         """What will be tuned, in words."""

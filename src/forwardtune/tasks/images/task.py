@@ -92,7 +92,7 @@ class ImageTask(Task):
         if w.pretrain:
             content += [brief(w.pretrain), self.sources.images(w.pretrain.data).digest]
         if w.fit:
-            content.append(("fit", w.fit))
+            content.append(("fit", w.fit, w.test_examples))
         return fingerprint(content)
 
     @property
@@ -138,7 +138,9 @@ class ImageTask(Task):
                 order = torch.randperm(self.examples, generator=torch.Generator().manual_seed(0))
                 some = [order[i : i + 128] for i in range(0, min(2048, self.examples), 128)]
                 networks.estimate_statistics(model, [self.batch(indices)[0] for indices in some])
+            before = None
             if self.workload.fit:
+                before = self._told_before(model)
                 fit_head(model, networks.HEADS[self.workload.network], map(self.batch, self._examples_to_fit()))
         given = self.weights(model) if self._is_file else {}
         state = {
@@ -147,7 +149,7 @@ class ImageTask(Task):
             if key not in given or key in networks.DERIVED or not torch.equal(value.cpu(), given[key].to(value.dtype))
         }
         with translated(ExperimentError, f"{file} cannot be written"):
-            replace_file(file, lambda new: save_file(state, new))
+            replace_file(file, lambda new: save_file(state, new, before))
         return model.train()
 
     def _source(self, recipe: Pretrain) -> Images:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -111,8 +112,10 @@ class TextTask(Task):
         return torch.stack([self._objective(own[None], y[None]) for own, y in zip(logits, batch[1], strict=True)])
 
     def _logits(self, model: nn.Module, rows: list[Rows], *, together: bool = False) -> Tensor:
-        forward = partial(self.setup.logits, model, rows, together=together)
-        return computed(self.workload.compute, self.device, forward)
+        return self._computed(self.setup.logits, model, rows, together=together)
+
+    def _computed(self, forward: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+        return computed(self.workload.compute, self.device, partial(forward, *args, **options))
 
     def _objective(self, logits: Tensor, actual: Tensor) -> Tensor:
         """One minus a metric, or the loss: the cross entropy, with a score as the probability of the second answer.
@@ -168,7 +171,7 @@ class TextTask(Task):
         model = {file.name: file_digest(file) for file in files} or w.weights
         content = [RULES, self.language.setup_name, w.adapter, w.dtype, self.setup.answers, model, self.data_digest]
         if w.fit:
-            content.append(("fit", w.fit, w.template, w.max_length, w.pad_token, *w.words))
+            content.append(("fit", w.fit, w.compute, w.test_examples, w.template, w.max_length, w.pad_token, *w.words))
         return fingerprint(content)
 
     def check(self) -> None:
@@ -181,14 +184,16 @@ class TextTask(Task):
         """Writes only what the model's own files lack: new weights, and the readout."""
         model, new = self._built()
         model = model.to(self.device)
+        before = None
         if self.workload.fit:
+            before = self._told_before(model)
             self._fit(model, new)
         state = model.state_dict()
         made = {name: state[name].cpu().contiguous().clone() for name in new}
         if self.setup.readout:
             made |= {f"{READOUT}.{name}": tensor.contiguous() for name, tensor in self.setup.readout._asdict().items()}
         with translated(ExperimentError, f"{file} cannot be written"):
-            replace_file(file, lambda path: save_file(made, path))
+            replace_file(file, lambda path: save_file(made, path, before))
         return model
 
     @torch.no_grad()
@@ -196,10 +201,10 @@ class TextTask(Task):
         """Fits a new head or, where the model brings all that it has, the readout of its answers."""
         if not isinstance(self.setup, Head):
             rows, ys = zip(*map(self.batch, self._examples_to_fit()), strict=True)
-            features = torch.cat([self.setup.features(model, some) for some in rows])
+            features = torch.cat([self._computed(self.setup.features, model, some) for some in rows])
             self.setup.fit(model, features, self._targets(torch.cat(ys)))
         elif f"{(head := self._head(model))}.weight" in new:
-            fit_head(model, head, map(self.batch, self._examples_to_fit()), lambda rows: self.setup.logits(model, rows))
+            fit_head(model, head, map(self.batch, self._examples_to_fit()), partial(self._logits, model))
 
     def _head(self, model: nn.Module) -> str:
         """The name of the linear layer whose outputs are the answers; peft keeps a copy of it that is not used."""
