@@ -66,8 +66,9 @@ def test_a_model_is_tuned_saved_and_asked(home):
     result = json.loads(next((home / "tuned" / "run" / "runs").glob("*.json")).read_text())
     assert settings["final"] == result["final"]
     assert result["queries"] == 80
-    before, after = (100 * accuracy for accuracy in (result["curve"]["accuracy"][0], result["final"]["accuracy"]))
-    assert f"accuracy {before:.1f} to {after:.1f}" in said
+    stages = result["base"]["before"]["accuracy"], result["curve"]["accuracy"][0], result["final"]["accuracy"]
+    was, fitted, tuned = (f"{100 * accuracy:.1f}" for accuracy in stages)
+    assert f"accuracy {was} to {fitted} to {tuned}" in said
     # The base and the ledger give the saved weights, bit for bit.
     base = AutoModelForCausalLM.from_pretrained(home / "model")
     start = {name: p.detach().clone() for name, p in base.named_parameters()}
@@ -79,9 +80,8 @@ def test_a_model_is_tuned_saved_and_asked(home):
     assert not torch.equal(start["model.norm.weight"], saved["model.norm.weight"])
     # The card tells what the result does.
     card = (home / "tuned" / "README.md").read_text()
-    assert (
-        f"| accuracy | {100 * result['curve']['accuracy'][0]:.1f} | {100 * result['final']['accuracy']:.1f} |" in card
-    )
+    assert "| | before | fitted | after |\n| --- | --- | --- | --- |\n" in card
+    assert f"| accuracy | {was} | {fitted} | {tuned} |" in card
     assert "80 queries of VS2P" in card
     # Predictions are those that were evaluated.
     run("predict --model tuned --input test.jsonl --out answers.csv")
@@ -138,8 +138,8 @@ def test_the_best_evaluation_is_saved(home, monkeypatch, best):
         return replace(made[-1], metrics={**made[-1].metrics, "accuracy": 0.9 if len(made) == best + 1 else 0.5})
 
     monkeypatch.setattr(TextTask, "evaluate", evaluated)
-    said = run("finetune --model model --lr 20", USUAL.replace("--keep last", ""))
-    run("finetune --model model --lr 20 --out last --quiet", USUAL)
+    said = run("finetune --model model --lr 20 --fit 0", USUAL.replace("--keep last", ""))
+    run("finetune --model model --lr 20 --fit 0 --out last --quiet", USUAL)
     settings, card = (
         json.loads((home / "tuned" / "forwardtune.json").read_text()),
         (home / "tuned" / "README.md").read_text(),
@@ -157,7 +157,7 @@ def test_the_best_evaluation_is_saved(home, monkeypatch, best):
     same = [torch.equal(saved["tuned"][name], weight) for name, weight in saved["last"].items()]
     assert all(same) == (best == 2)
     with pytest.raises(ExperimentError, match="tuned was saved with --keep best; choose another --out"):
-        run("finetune --model model --lr 20", USUAL)
+        run("finetune --model model --lr 20 --fit 0", USUAL)
 
 
 def test_of_equal_evaluations_the_lowest_loss_is_best():

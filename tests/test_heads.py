@@ -67,6 +67,17 @@ def test_a_head_without_a_bias_and_inputs_that_never_vary():
     assert torch.isfinite(model(x)).all()
 
 
+def test_a_head_does_not_hang_on_an_input_that_hardly_varies():
+    """A dead unit's rounding errors look like any other input once they are standardized; tuning would blow them up."""
+    model, x, noisy = problem()
+    with torch.no_grad():
+        model[0].weight[0] *= 1e-6
+        model[0].bias[0] = 0.0
+    fit_head(model, "2", [(x, noisy.argmax(1))])
+    sizes = model[2].weight.detach().abs().amax(0)
+    assert sizes[0] < 100 * sizes[1:].max()  # standardized in full it would be some 100,000 times as large
+
+
 def test_nothing_but_the_head_changes():
     model, x, noisy = problem()
     model = nn.Sequential(model[0], nn.BatchNorm1d(8), nn.Dropout(), model[2]).train()

@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch import nn
 
+from forwardtune import VS2P
 from forwardtune._compat.torchvision import torchvision
 from forwardtune.errors import ExperimentError
 from forwardtune.tasks import Sources
@@ -29,6 +31,29 @@ def test_an_evaluation_is_over_all_its_examples(tmp_path):
     scores = task.evaluate(model)
     assert scores.test_loss == pytest.approx(F.cross_entropy(logits, task.images.test_y).item(), rel=1e-5)
     assert scores.metrics == {"accuracy": (logits.argmax(1) == task.images.test_y).double().mean().item()}
+
+
+def test_norms_biases_and_the_head_are_tuned_alone_in_evaluation_mode(tmp_path):
+    task = task_of("resnet18", "random", tune="norms", mode="eval")
+    model = task.start(base_of(task, tmp_path))
+    tuned = {name for name, p in model.named_parameters() if p.requires_grad}
+    norms = {
+        f"{name}.{p}" for name, m in model.named_modules() if isinstance(m, nn.BatchNorm2d) for p in ("weight", "bias")
+    }
+    assert tuned == norms | {"fc.weight", "fc.bias"}
+    assert not any(module.training for module in model.modules())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    batch = task.batch(torch.arange(4))
+    VS2P(model.parameters(), lr=1.0).step(lambda: task.loss(model, batch))
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == tuned
+
+
+def test_all_weights_are_tuned_in_training_mode_unless_a_workload_says_otherwise(tmp_path):
+    task = task_of("resnet18", "random")
+    model = task.start(base_of(task, tmp_path))
+    assert all(p.requires_grad for p in model.parameters())
+    assert all(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from scipy import stats
 from forwardtune.experiments import scoring, summary
 from forwardtune.experiments import spec as specs
 from forwardtune.experiments.intervals import Interval, bootstrap_mean, paired, resamples, student
+from forwardtune.experiments.plan import plan
 from forwardtune.experiments.report.charts import charts
 from forwardtune.experiments.report.tables import runs_table, tables
 from forwardtune.experiments.result import Curve
@@ -47,6 +48,42 @@ def test_the_best_rate_has_the_lowest_mean_loss_over_seeds():
     score = method({1.0: [flat(1.0), flat(3.0)], 2.5: [flat(1.5), flat(2.0)]})
     assert [rate.mean_loss for rate in score.rates] == [2.0, 1.75]
     assert score.best.lr == 2.5
+
+
+@pytest.mark.parametrize(("losses", "beyond"), [([1, 2, 3], 0.25), ([3, 2, 1], 64.0), ([2, 1, 3], 0.0)])
+def test_beyond_an_end_that_is_best_the_ratio_goes_on(losses, beyond):
+    grid = replace(VS2P, lr=(8.0, 1.0, 0.5))  # in any order
+    score = method({lr: [flat(loss)] for lr, loss in zip((0.5, 1.0, 8.0), losses, strict=True)}, grid)
+    assert score.beyond == beyond
+    assert score.at_edge == bool(beyond)
+
+
+@pytest.mark.parametrize(
+    ("best", "grid"),
+    [(8.0, [1, 2, 4, 8, 16]), (1.0, [0.5, 1, 2]), (2.0, [1, 2, 4]), (1e9, [2**k for k in range(8)])],
+)
+def test_a_grid_goes_on_until_its_best_rate_is_inside(best, grid):
+    """Only the method whose best rate is at an end gets more of them, up to a limit."""
+    spec = specs.parse(
+        TEXT.replace('title = "a test"', 'title = "a test"\nextend = true').replace("4]", "2]"), "t", Path()
+    )
+
+    class Made:
+        """Results of all runs; the loss tells how far the rate is from the best."""
+
+        def result(self, run_id):
+            rate = rates[run_id]
+            return flat(abs(math.log(rate / best)))
+
+    wide = replace(
+        spec, methods=tuple(replace(m, lr=tuple(2.0**k * m.lr[0] for k in range(-9, 10))) for m in spec.methods)
+    )
+    rates = {run.id: run.lr for run in plan(wide)}
+    assert [sorted(m.lr) for m in scoring.extended(spec, Made()).methods] == [grid, [1e-3]]
+    assert scoring.extended(replace(spec, extend=False), Made()).methods[0].lr == (1.0, 2.0)
+    scores = scoring.score(spec, Made())
+    assert scores.missing == 0
+    assert scores.workloads[0].methods[0].at_edge == (best == 1e9)
 
 
 def test_of_equals_the_smaller_rate_is_the_best():

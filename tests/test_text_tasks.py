@@ -99,7 +99,7 @@ def test_a_head_that_a_model_brings_is_not_fitted_again(tmp_path, folder):
         ({"text": ("a", "b", "c")}, "one text or two, not 3"),
         ({"setup": "magic"}, "setup 'magic' is not known"),
         ({"setup": "head", "words": ("bad", "good")}, "a head uses no words"),
-        ({"fit": 20}, 'only a head can be fitted before the runs begin; add setup = "head", or leave fit out'),
+        ({"fit": 5}, "fit must be 0 or a number of examples, at least 10, not 5"),
         ({"adapter": "loar"}, r"adapter 'loar' is not known \(did you mean 'lora'\?\)"),
         ({"objective": "recall"}, "objective 'recall' is not known"),
         ({"max_length": 4}, "max_length must be at least 8"),

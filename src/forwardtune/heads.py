@@ -23,6 +23,8 @@ from forwardtune.errors import InvalidArgumentError
 
 PENALTIES = tuple(10.0**-k for k in range(5))
 """Tried from the strongest to the weakest, until examples left out are predicted worse."""
+SMALLEST = 1e-2
+"""Of the usual deviation of an input. One that hardly varies is not magnified further: the head would hang on it."""
 FEWEST = 10
 """Examples, of which a fifth is left out."""
 _REMEDY = "name the Linear that the model ends with"
@@ -82,7 +84,8 @@ def fit_linear(x: Tensor, y: Tensor, outputs: int, *, bias: bool = True) -> tupl
         fitted by the squared error.
     """
     scale = x.var(0, correction=0).sqrt() if bias else x.square().mean(0).sqrt()
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    usual = scale.square().mean().sqrt()
+    scale = scale.clamp(min=SMALLEST * usual) if usual > 0 else torch.ones_like(scale)
     shift = x.mean(0) if bias else torch.zeros_like(scale)
     z, constant = (x - shift) / scale, torch.full((len(x), 1), float(bias)).to(x)
     z = torch.cat([z, constant], 1)

@@ -29,7 +29,7 @@ def build(kind: type[T], table: Any, where: str, *, strict: bool = True) -> T:
         for key in table:
             one_of(f"{where}: the key", key, fields)
     for name, field in fields.items():
-        if name not in table and field.default is dataclasses.MISSING:
+        if name not in table and field.default is field.default_factory is dataclasses.MISSING:
             raise ExperimentError(f"{where} has no {name!r}" + ("; give it" if strict else ""))
     try:
         return kind(

@@ -115,7 +115,8 @@ def outcome(result: RunResult, kept: Kept, queries_per_step: int) -> Iterator[tu
     is_worse = is_better(result.metric, *changes[result.metric])
     end = result.final.metrics[result.metric]
     if kept.queries == 0:
-        yield f"no evaluation was better than before tuning: the model is saved as it was ({TRY_LAST})", "red"
+        was = "as it was fitted" if fits else "as it was"
+        yield f"no evaluation was better than before tuning: the model is saved {was} ({TRY_LAST})", "red"
     elif not kept.is_last:
         then = f"the last has {result.metric} {shown(result.metric, end)}"
         yield f"saved is the best evaluation, after {kept.queries:,} queries; {then}", ""

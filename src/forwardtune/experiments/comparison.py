@@ -27,7 +27,7 @@ from forwardtune.experiments.evidence import Evidence
 from forwardtune.experiments.plan import Run, plan
 from forwardtune.experiments.result import Rate
 from forwardtune.experiments.runner import execute
-from forwardtune.experiments.scoring import chosen_rates
+from forwardtune.experiments.scoring import chosen_rates, extended
 from forwardtune.experiments.spec import Backpropagation, Spec, steps
 from forwardtune.experiments.store import Store
 from forwardtune.experiments.under_way import make_base
@@ -70,17 +70,20 @@ def compare(
 ) -> None:
     """Makes the runs that are neither in the store nor in evidence yet, adds them to both, and reports progress."""
     with store.lock():
-        chosen: dict[str, Rate] = {}
-        while True:  # once, unless workloads wait for the rates that are best on another (`rates_from`)
-            runs = plan(spec, chosen)
+        made, chosen = spec, dict[str, Rate]()
+        while True:  # once, unless what is best on a workload decides on rates (`extend`, `rates_from`)
+            runs = plan(made, chosen)
             if evidence:
                 evidence.give(runs, store)
             try:
-                _compare(spec, runs, store, tasks, machine, tell)
+                _compare(made, runs, store, tasks, machine, tell)
             finally:
                 if evidence:
                     evidence.keep(runs, store)
-            if chosen == (chosen := chosen_rates(spec, store)):
+            before = made, chosen
+            made = extended(spec, store)
+            chosen = chosen_rates(made, store)
+            if before == (made, chosen):
                 return
 
 

@@ -27,6 +27,8 @@ from forwardtune.experiments.spec import Method, Spec
 from forwardtune.metrics import is_better, spoken, titled
 from forwardtune.tasks import Workload
 
+FURTHEST = 6
+"""Rates by which a grid is extended at most."""
 SMOOTHING = 0.1
 """The part of a run's evaluations that its loss is smoothed over."""
 
@@ -95,8 +97,16 @@ class MethodScore:
     @property
     def at_edge(self) -> bool:
         """Whether a rate beyond the grid might have done better."""
-        grid = self.method.grid
-        return self.best is not None and len(grid) > 1 and self.best.lr in (min(grid), max(grid))
+        return bool(self.beyond)
+
+    @property
+    def beyond(self) -> float:
+        """The next rate outside the grid, if the best one is at an end of it; otherwise zero."""
+        grid = sorted(self.method.grid)
+        if self.best is None or len(grid) < 2 or self.best.lr not in (grid[0], grid[-1]):
+            return 0.0
+        end, inner = grid[:2] if self.best.lr == grid[0] else grid[:-3:-1]
+        return float(f"{end * end / inner:.6g}")
 
 
 @dataclass(frozen=True)
@@ -277,17 +287,40 @@ class ComparisonScore:
         return list(dict.fromkeys(workload.metric for workload in self.workloads))
 
 
+def extended(spec: Spec, store: Results) -> Spec:
+    """With every grid as far beyond an end as the results of the rates before are best there, if the spec says so."""
+    if not spec.extend:
+        return spec
+    for _ in range(FURTHEST):
+        judged = [score for workload in _where_rates_are_chosen(spec, store) for score in workload.methods]
+        ends = {score.method.label: score.beyond for score in judged if score.is_complete and score.beyond}
+        if not ends:
+            break
+        methods = (
+            replace(method, lr=(*method.lr, ends[method.label])) if method.label in ends else method
+            for method in spec.methods
+        )
+        spec = replace(spec, methods=tuple(methods))
+    return spec
+
+
+def _where_rates_are_chosen(spec: Spec, store: Results) -> tuple[WorkloadScore, ...]:
+    """The scores of the workload that the others take their rates from, or else of all."""
+    workloads = (spec.workload(spec.rates_from),) if spec.rates_from else spec.workloads
+    return score(replace(spec, workloads=workloads, rates_from="", extend=False), store).workloads
+
+
 def chosen_rates(spec: Spec, store: Results) -> dict[str, Rate]:
     """The best rates of the workload that the others take theirs from, by method; of none whose runs are missing."""
     if not spec.rates_from:
         return {}
-    alone = replace(spec, workloads=(spec.workload(spec.rates_from),), rates_from="")
-    scored = score(alone, store).workloads[0]
+    (scored,) = _where_rates_are_chosen(spec, store)
     return {entry.method.label: entry.best.lr for entry in scored.methods if entry.best and entry.is_complete}
 
 
 def score(spec: Spec, store: Results) -> ComparisonScore:
     """What the store has of a comparison; of one that is not finished, the seeds that are."""
+    spec = extended(spec, store)
     chosen = chosen_rates(spec, store)
     results = {
         (run.workload.name, run.method.label, run.lr, run.seed): store.result(run.id) for run in plan(spec, chosen)

@@ -141,6 +141,7 @@ class Spec:
     """A comparison: every method with every rate and seed on every workload, at equal queries.
 
     rates_from: a workload; the others are run only at the rates that were best there.
+    extend: whether a grid goes on beyond an end that was best.
     """
 
     name: str
@@ -152,6 +153,7 @@ class Spec:
     folder: Path
     text: str
     rates_from: str = ""
+    extend: bool = False
 
     def workload(self, name: str) -> Workload:
         one_of("workload", name, [workload.name for workload in self.workloads])
@@ -176,6 +178,7 @@ class _File:
     directions: int = 1
     scale: str = ""
     rates_from: str = ""
+    extend: bool = False
 
 
 def _keys(*kinds: type[Workload]) -> set[str]:
@@ -216,7 +219,8 @@ def parse(text: str, name: str, folder: Path) -> Spec:
     one_of("decay", top.decay, DECAYS)
     workloads = _apart("workloads", "a name", lambda w: w.name, (_workload(entry, common) for entry in top.workloads))
     entries = _apart("methods", "a label", lambda m: m.label, (_method(entry, top) for entry in top.methods))
-    spec = Spec(name, top.title, top.description.strip(), workloads, entries, top.decay, folder, text, top.rates_from)
+    description, rest = top.description.strip(), (top.decay, folder, text, top.rates_from, top.extend)
+    spec = Spec(name, top.title, description, workloads, entries, *rest)
     if spec.rates_from:
         spec.workload(spec.rates_from)
     for workload in workloads:

@@ -28,7 +28,7 @@ CHUNK = 250  # images evaluated at a time
 
 
 class ImageTask(Task):
-    """All weights of the network are tuned; the loss is the cross entropy."""
+    """The weights of the network are tuned; the loss is the cross entropy."""
 
     workload: ImageWorkload
 
@@ -150,7 +150,7 @@ class ImageTask(Task):
         }
         with translated(ExperimentError, f"{file} cannot be written"):
             replace_file(file, lambda new: save_file(state, new, before))
-        return model.train()
+        return self._to_tune(model)
 
     def _source(self, recipe: Pretrain) -> Images:
         images = self.sources.images(recipe.data)
@@ -185,4 +185,11 @@ class ImageTask(Task):
         state, weights = model.state_dict(), self.weights(model) if self._is_file else {}
         given = {key: value.to(state[key].dtype) for key, value in weights.items()}
         model.load_state_dict({**given, **load_file(base)}, assign=True)
-        return model.to(self.device).train()
+        return self._to_tune(model.to(self.device))
+
+    def _to_tune(self, model: nn.Module) -> nn.Module:
+        """The network in the mode that it has in steps, with what is not tuned frozen."""
+        head = f"{networks.HEADS[self.workload.network]}."
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(self.workload.tune == "all" or parameter.ndim == 1 or name.startswith(head))
+        return model.train(self.workload.mode == "train")

@@ -10,6 +10,8 @@ from forwardtune.toml_tables import above_zero, at_least, one_of
 
 IMAGES = ("digits", "mnist", "cifar10")
 NETWORKS = ("cnn", "densenet121", "resnet18", "vgg11", "vit_b_16")
+TUNED = ("all", "norms")
+MODES = ("train", "eval")
 
 
 @dataclass(frozen=True)
@@ -44,17 +46,23 @@ class ImageWorkload(Workload):
     weights: ``"random"``, ``"torchvision"`` or a file (.safetensors, .pth) in the spec's folder or the data folder, of
         which everything but the head is used.
     pretrain: how these weights are trained before the runs begin.
+    tune: which weights are tuned, ``"all"``, or ``"norms"``: the vectors, which are norms and biases, and the head.
+    mode: of the network in steps; in ``"eval"`` BatchNorm has its running statistics, as in evaluations.
     """
 
     pretrain: Pretrain | None = None
+    tune: str = "all"
+    mode: str = "train"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("data", self.data, IMAGES)
         one_of("network", self.network, NETWORKS)
+        one_of("tune", self.tune, TUNED)
+        one_of("mode", self.mode, MODES)
         if self.fit and self.pretrain and self.pretrain.head == "keep":
             raise ExperimentError('only a new head is fitted; pretrain with head = "new", or leave fit out')
-        if self.batch == 1 and self.network in ("densenet121", "resnet18"):
+        if self.batch == 1 and self.mode == "train" and self.network in ("densenet121", "resnet18"):
             raise ExperimentError(
                 f"{self.network} normalizes over the batch, which must have at least 2 examples, not 1"
             )
