@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -100,15 +101,16 @@ def perturb(parameters: list[nn.Parameter], seed: int, scale: float) -> None:
         p.data = p.data + scale * noise
 
 
-def published_mezo(model: nn.Module, closure: Closure) -> Callable[[], Any]:
+def published_mezo(model: nn.Module, closure: Closure, lr: float = 1e-6) -> Callable[[], Any]:
     """The published MeZO step: four sweeps around two queries."""
-    parameters, rho, lr, seed = list(model.parameters()), 1e-3, 1e-6, 0
+    parameters, rho, numbers = list(model.parameters()), 1e-3, itertools.count()
 
     @torch.inference_mode()
     def query() -> float:
         return closure().item()
 
     def step() -> None:
+        seed = next(numbers)
         perturb(parameters, seed, rho)
         plus = query()
         perturb(parameters, seed, -2 * rho)
