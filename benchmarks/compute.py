@@ -2,8 +2,8 @@
 
     python -m benchmarks.compute --data DIR [--json FILE]
 
-A slope is what a step measures along a random line, with probes at a distance on either side of the base, in units of the
-weights' own size. Both kinds of queries see the same lines and batches.
+A slope is what a step measures along a random line, with probes at a distance on either side of the base, in units of
+the weights' own size. Both kinds of queries see the same lines and batches.
 """
 
 from __future__ import annotations

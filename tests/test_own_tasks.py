@@ -457,6 +457,7 @@ def test_examples_that_change_are_refused(tmp_path):
         ('network = "cnn"', "the workload 'mine_to_tune-make': network does not apply to mine_to_tune:make; leave it"),
         ('data = "digits"', "data does not apply to mine_to_tune:make; leave it out"),
         ("fit = 32", "fit does not apply"),
+        ('compute = "bfloat16"', "compute does not apply"),
         ('objective = "accuracy"', "objective does not apply"),
         ("options = {a = nan}", "options must be texts, finite numbers"),
         ("options = {a = 1979-05-27}", "options must be texts, finite numbers"),

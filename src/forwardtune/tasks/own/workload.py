@@ -25,6 +25,7 @@ class OwnWorkload(Workload):
     weights: str = field(init=False, default="the task's own")
     objective: str = field(init=False, default="loss")
     fit: int = field(init=False, default=0)
+    compute: str = field(init=False, default="float32")
 
     def __post_init__(self) -> None:
         super().__post_init__()
