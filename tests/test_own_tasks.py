@@ -18,11 +18,12 @@ from forwardtune.experiments import spec as specs
 from forwardtune.experiments.comparison import Machine, compare
 from forwardtune.experiments.evidence import Evidence
 from forwardtune.experiments.plan import plan
-from forwardtune.experiments.runner import batch_indices, execute
+from forwardtune.experiments.runner import execute
 from forwardtune.experiments.scoring import score
 from forwardtune.experiments.store import Store
 from forwardtune.experiments.summary import sentence
 from forwardtune.experiments.sweep import plan_sweep, sweep
+from forwardtune.experiments.under_way import batch_indices
 from forwardtune.metrics import is_better, own_name, shown, titled, unit
 from forwardtune.tasks import Sources, Tasks, prepare
 from tests.helpers.comparisons import outcomes
