@@ -12,10 +12,11 @@ import torch
 import forwardtune as ft
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments.comparison import Machine, compare, unfinished
-from forwardtune.experiments.events import Evaluated, Noted, Progressed, Started
+from forwardtune.experiments.events import Evaluated, Noted, Planned, Progressed, Started
 from forwardtune.experiments.plan import plan
 from forwardtune.experiments.result import Base, RunResult
 from forwardtune.experiments.runner import execute
+from forwardtune.experiments.scoring import score
 from forwardtune.experiments.store import Store
 from forwardtune.experiments.under_way import batch_indices, decay_factor
 from forwardtune.files import translated, write_json
@@ -408,3 +409,19 @@ def test_a_folder_that_is_moved_during_a_run_is_told_of_and_goes_on_when_it_is_b
     (tmp_path / "elsewhere").rename(folder)
     make(run, Store(folder))
     assert outcomes(folder) == outcomes(tmp_path / "whole")
+
+
+def test_a_grid_is_extended_while_a_comparison_is_made(tmp_path):
+    """Run by run until the best rate is inside; made again, nothing is left to do."""
+    text = TEXT.replace("[1, 4]", "[0.01, 0.1]").replace('title = "a test"', 'title = "a test"\nextend = true')
+    spec, store, tasks = parse(text), Store(tmp_path / "store"), Tasks(Sources(), "cpu")
+    for expected in ([(6, 0), (8, 6), (10, 8), (12, 10), (14, 12)], [(6, 6), (14, 14)]):
+        events = []
+        compare(spec, store, tasks, Machine(workers=1, threads=1), events.append)
+        assert [(event.runs, event.finished) for event in events if isinstance(event, Planned)] == expected
+        scores = score(spec, store)
+        assert scores.missing == 0
+        vs2p, stp = scores.workloads[0].methods
+        assert [rate.lr for rate in vs2p.rates] == [0.01, 0.1, 1.0, 10.0, 100.0, 1000.0]
+        assert vs2p.best.lr == 100.0
+        assert [rate.lr for rate in stp.rates] == [1e-3]
