@@ -219,8 +219,8 @@ def parse(text: str, name: str, folder: Path) -> Spec:
     one_of("decay", top.decay, DECAYS)
     workloads = _apart("workloads", "a name", lambda w: w.name, (_workload(entry, common) for entry in top.workloads))
     entries = _apart("methods", "a label", lambda m: m.label, (_method(entry, top) for entry in top.methods))
-    description, rest = top.description.strip(), (top.decay, folder, text, top.rates_from, top.extend)
-    spec = Spec(name, top.title, description, workloads, entries, *rest)
+    told, chosen = (top.title, top.description.strip()), (top.rates_from, top.extend)
+    spec = Spec(name, *told, workloads, entries, top.decay, folder, text, *chosen)
     if spec.rates_from:
         spec.workload(spec.rates_from)
     for workload in workloads:
