@@ -80,6 +80,18 @@ def test_a_changed_export_is_refused(run, tmp_path_factory, cut, at, bit):
     assert check_replay(folder, run, "small.safetensors") is None
 
 
+def test_no_bit_of_a_key_of_an_export_can_change(run, tmp_path):
+    """Also of one that a run along common lines does not need."""
+    data = run.files["small.safetensors"]
+    at = data.index(b'"lines"')
+    for byte in range(at + 1, at + 6):
+        for bit in range(8):
+            changed = bytearray(data)
+            changed[byte] ^= 1 << bit
+            write(tmp_path, {"small.safetensors": bytes(changed)})
+            assert check_replay(tmp_path, run, "small.safetensors") is None
+
+
 def test_damage_in_the_middle_is_reported_and_can_be_repaired(run, tmp_path):
     data = bytearray(run.files["run.ledger"])
     data[len(data) // 2] ^= 1

@@ -75,6 +75,7 @@ def test_a_worker_says_what_to_do_and_the_run_resumes(tmp_path, monkeypatch, fai
     monkeypatch.setattr(under_way, "PAUSE", 0.0)
     monkeypatch.setattr(comparison, "execute", fail_midway)
     monkeypatch.setattr(comparison, "_end_with_parent", lambda: None)
+    under_way.make_base(tasks[run.workload], Store(tmp_path / "failed"))  # which a worker finds there
     pipe, before = Pipe(run), signal.getsignal(signal.SIGINT)
     with pytest.raises(DoneError):
         comparison._serve(pipe, tmp_path / "failed", Sources(), Machine(threads=torch.get_num_threads()))

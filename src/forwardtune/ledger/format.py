@@ -49,6 +49,8 @@ NOT_SETTINGS = ("params", "param_names", "memory", "run", "scales")
 """What a parameter group has beside its settings."""
 
 EXPORT_FORMAT = "forwardtune ledger"
+EXPORT_KEYS = {"format", "schema", "header", "steps", "lines", "columns", "anchors", "buffers", "state", "crc"}
+"""Of an exported file's metadata; the checksum covers what they hold."""
 Column = np.ndarray[Any, Any]
 """One number per step of an exported run, or a single one if it never changes."""
 

@@ -17,6 +17,7 @@ from forwardtune.errors import InvalidArgumentError, LedgerError, warn
 from forwardtune.files import is_locked, parse_json, translated
 from forwardtune.ledger.format import (
     EXPORT_FORMAT,
+    EXPORT_KEYS,
     NEW_STATE,
     NOT_TAKEN,
     RAISED,
@@ -234,7 +235,7 @@ class ExportedRun(RecordedRun):
                     f"{file} has format {metadata['schema']}, newer than {SCHEMA}; install a newer forwardtune"
                 )
             arrays: dict[str, Column] = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
-        if int(metadata["crc"]) != checksum(arrays, metadata):
+        if metadata.keys() - EXPORT_KEYS or int(metadata["crc"]) != checksum(arrays, metadata):
             raise LedgerError(f"{file} is damaged; get another copy")
         self.header = Header.from_json(metadata["header"])
         self.end = self.header.step + int(metadata["steps"])
