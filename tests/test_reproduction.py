@@ -10,7 +10,7 @@ from forwardtune import presets
 from forwardtune.errors import ExperimentError
 from forwardtune.experiments.evidence import Evidence
 from forwardtune.experiments.plan import plan
-from forwardtune.experiments.result import Circumstances, Code, Curve, Host
+from forwardtune.experiments.result import Base, Circumstances, Code, Curve, Host
 from forwardtune.experiments.scoring import chosen_rates
 from forwardtune.experiments.store import Store
 from forwardtune.reproduction.comparisons import PRINTED
@@ -45,6 +45,7 @@ def make_up(folder, name, outcome):
                     metrics=(metric,),
                     data=DataFacts(run.workload.data, 777, 400, "", majority=told.get("majority")),
                     code=Code({"torch": "2.0"}, "0123456789abcdef", True),
+                    base=Base("0", "0", {metric: told["before"]} if "before" in told else {}),
                     threads=2,
                     circumstances=Circumstances(host, *times, 1, told.get("seconds", 60.0), told.get("memory", 1)),
                 )
@@ -278,6 +279,24 @@ def test_a_perplexity_gains_where_it_falls(tmp_path, gains, told, cells, answer)
     rows = dict(zip(*table(text, GAIN), strict=True))
     assert [rows.get("gain", ""), rows.get("better?", "")] == cells
     assert answer in text
+
+
+def test_what_a_fit_brings_is_told_apart_from_what_tuning_does(tmp_path, gains):
+    def outcome(run):
+        return flat(1.0, before=0.1, scores=(0.5, 0.6 + 0.01 * run.seed))
+
+    make_up(tmp_path, "gains/sst2", outcome)
+    text = page(tmp_path)
+    told = dict(zip(*table(text, GAIN), strict=True))
+    assert (told["at the start"], told["fitted"], told["after"]) == ("10.0", "50.0", "61.0 ± 1.0")
+    # of the test set 1.96 sqrt(0.09 + 0.61 * 0.39) / 10 = 11.22 against the start; against the fit as above
+    assert (told["gain"], told["better?"]) == ("+51.0 [+39.5, +62.5]", "yes")
+    assert told["since the fit"] == "+11.0 [-2.9, +24.9]"
+    assert "gains/sst2 by VS2P auto, accuracy from 10.0 (fitted 50.0) to 61.0%." in text
+    assert "What was fitted before tuning is made decidedly better by it in 0 of 1 row." in text
+    gains.write_text(GAINS.replace("test_examples = 100", "test_examples = 400"))
+    make_up(tmp_path, "gains/sst2", outcome)
+    assert "What was fitted before tuning is made decidedly better by it in 1 of 1 row." in page(tmp_path)
 
 
 def test_costs_stand_beside_those_of_backpropagation(tmp_path, gains):

@@ -21,7 +21,7 @@ SECONDS, THREADS = 3600, 2
 """An hour of two cores."""
 VERDICTS = {"better": "yes", "worse": "no, worse", "open": "not decided", "one seed": "one seed", "not finite": ""}
 HEADER = (
-    *("workload", "method", "metric", "at the start", "fitted", "after", "gain", "better?"),
+    *("workload", "method", "metric", "at the start", "fitted", "after", "gain", "better?", "since the fit"),
     *("queries", "minutes", "threads", "test examples"),
 )
 
@@ -29,11 +29,11 @@ QUESTION = "## Does tuning improve a pretrained model in an hour of two cores?\n
 NOTES = """
 By forward passes alone, with the command of the preset. Each method is at its best rate, and the minutes are those of
 one of its runs, with its evaluations, not those of finding the rate. "Fitted" is the score after a new head, or how
-answers are read, was fitted to training examples, where tuning then begins. A gain is how much better the test score is
-than at the start: points of a share, or how far a perplexity fell. The 95% interval of an accuracy has both errors,
-added as squares: Student's over seeds, and the binomial one of two accuracies on this many test examples, as if each
-were measured on examples of its own; they are the same ones, so it is rather too wide. That of another metric is over
-seeds alone.
+answers are read, was fitted to training examples, where tuning then begins, and "since the fit" is what tuning adds to
+it. A gain is how much better the test score is than before: points of a share, or how far a perplexity fell. The 95%
+interval of an accuracy has both errors, added as squares: Student's over seeds, and the binomial one of two accuracies
+on this many test examples, as if each were measured on examples of its own; they are the same ones, so it is rather too
+wide. That of another metric is over seeds alone.
 """
 
 
@@ -68,27 +68,34 @@ class Gain:
     @cached_property
     def by_seed(self) -> list[float]:
         """How much better the score is than at the start, as it is told."""
-        sign = -1 if is_lower_better(self.metric) else 1
-        pairs = zip(self.best.accuracies, self.starts, strict=True)
-        return [sign * (scaled(self.metric, after) - scaled(self.metric, before)) for after, before in pairs]
+        return self.over(self.starts)
 
     @cached_property
     def interval(self) -> Interval | None:
+        return self.interval_over(self.starts)
+
+    def over(self, before: Sequence[float]) -> list[float]:
+        """How much better the score is than these, by seed."""
+        sign = -1 if is_lower_better(self.metric) else 1
+        pairs = zip(self.best.accuracies, before, strict=True)
+        return [sign * (scaled(self.metric, after) - scaled(self.metric, was)) for after, was in pairs]
+
+    def interval_over(self, before: Sequence[float]) -> Interval | None:
         """Of the mean gain; that of an accuracy has the error of the test set, too."""
-        if not all(map(math.isfinite, self.by_seed)):
+        gained = self.over(before)
+        if not all(map(math.isfinite, gained)):
             return None
-        over_seeds = paired(self.by_seed, [0.0] * len(self.by_seed))
+        over_seeds = paired(gained, [0.0] * len(gained))
         if over_seeds.interval is None:
             return None
-        half = math.hypot(over_seeds.mean - over_seeds.interval.low, self._half_of_test_set)
+        half = math.hypot(over_seeds.mean - over_seeds.interval.low, self._half_of_test_set(before))
         return Interval(over_seeds.mean - half, over_seeds.mean + half)
 
-    @property
-    def _half_of_test_set(self) -> float:
+    def _half_of_test_set(self, before: Sequence[float]) -> float:
         """Half the width of the binomial interval of a difference of two accuracies, in points."""
         if self.metric != "accuracy":
             return 0.0
-        variance = sum(p * (1 - p) for p in (fmean(self.starts), fmean(self.best.accuracies))) / self.examples
+        variance = sum(p * (1 - p) for p in (fmean(before), fmean(self.best.accuracies))) / self.examples
         return scaled(self.metric, NormalDist().inv_cdf(0.975) * math.sqrt(variance))
 
     @property
@@ -148,6 +155,10 @@ def _answer(every: Sequence[Gain]) -> str:
     else:
         tried = count(len(by_workload), "workload")
         text = f"**Not decidedly.** On {tried} no gain within the hour has an interval that leaves out zero."
+    fitted = [interval for gain in every if gain.fitted and (interval := gain.interval_over(gain.fitted))]
+    if fitted:
+        clear, rows = sum(interval.low > 0 for interval in fitted), count(len(fitted), "row")
+        text += f" What was fitted before tuning is made decidedly better by it in {clear} of {rows}."
     worse = sum(gain.outcome == "worse" for gain in every)
     return text + (f" In {worse} of {count(len(every), 'row')} the score is decidedly worse." if worse else "")
 
@@ -155,7 +166,8 @@ def _answer(every: Sequence[Gain]) -> str:
 def _told(gain: Gain) -> str:
     name, after = gain.metric, fmean(gain.best.accuracies)
     where = f"{gain.comparison.label(gain.workload)} by {gain.method.method.title}"
-    return f"{where}, {name} from {_start(gain)} to {shown(name, after)}{unit(name)}"
+    fitted = f" (fitted {_between(gain, gain.fitted)})" if gain.fitted else ""
+    return f"{where}, {name} from {_start(gain)}{fitted} to {shown(name, after)}{unit(name)}"
 
 
 def _row(gain: Gain) -> list[str]:
@@ -165,7 +177,10 @@ def _row(gain: Gain) -> list[str]:
     def signed(value: float) -> str:
         return f"{value:+.1f}" if share else f"{value:+#.3g}".rstrip(".")
 
-    mean = "" if gain.outcome == "not finite" else signed(fmean(gain.by_seed))
+    def told(before: Sequence[float]) -> str:
+        mean = "" if gain.outcome == "not finite" else signed(fmean(gain.over(before)))
+        return mean + ends(gain.interval_over(before), signed)
+
     return [
         gain.comparison.label(gain.workload),
         gain.method.method.title,
@@ -173,8 +188,9 @@ def _row(gain: Gain) -> list[str]:
         _start(gain),
         _between(gain, gain.fitted) if gain.fitted else "",
         score_text(gain.best),
-        mean + ends(gain.interval, signed),
+        told(gain.starts),
         VERDICTS[gain.outcome],
+        told(gain.fitted) if gain.fitted else "",
         f"{max(result.queries for result in gain.best.finished):,}",
         _minutes(gain.seconds / 60),
         listed([str(n) for n in sorted(set(gain.threads))]),
