@@ -67,7 +67,10 @@ def finetune(
     ] = "",
     fit: Annotated[
         int | None,
-        typer.Option(help="First fit a new head, or how answers are read, to so many examples.", show_default="2000"),
+        typer.Option(
+            help="First fit a new head, or how answers are read, to so many examples.",
+            show_default="10000; with --minutes 2000",
+        ),
     ] = None,
     adapter: Annotated[str, typer.Option(help="none, lora, prefix, prompt or ia3.")] = "none",
     peft: Annotated[str | None, typer.Option(hidden=True)] = None,
@@ -200,7 +203,7 @@ def finetune(
         train_examples=200,
         test_examples=test_examples,
         setup=LM if is_language else setup,
-        fit=(0 if is_language else 2000) if fit is None else fit,
+        fit=(0 if is_language else 10_000 if minutes is None else 2000) if fit is None else fit,
         adapter=adapter,
         objective="loss" if is_language else objective,
         template=template,
