@@ -12,7 +12,7 @@ from forwardtune.experiments import spec as specs
 from forwardtune.experiments.intervals import Interval, bootstrap_mean, paired, resamples, student
 from forwardtune.experiments.plan import plan
 from forwardtune.experiments.report.charts import charts
-from forwardtune.experiments.report.tables import runs_table, tables
+from forwardtune.experiments.report.tables import edge, runs_table, tables
 from forwardtune.experiments.result import Curve
 from forwardtune.experiments.scoring import MethodScore, RateScore, WorkloadScore
 from forwardtune.tasks import Scores
@@ -58,32 +58,62 @@ def test_beyond_an_end_that_is_best_the_ratio_goes_on(losses, beyond):
     assert score.at_edge == bool(beyond)
 
 
+class Made:
+    """Results of runs that a function knows a loss of; the others are missing."""
+
+    def __init__(self, spec, loss):
+        grid = [2.0**k for k in range(-9, 12)]
+        wide = replace(
+            spec, methods=tuple(replace(m, lr=tuple(m.lr[0] * factor for factor in grid)) for m in spec.methods)
+        )
+        self.runs, self.loss = {run.id: run for run in plan(wide)}, loss
+
+    def result(self, run_id):
+        loss = self.loss(self.runs[run_id])
+        return None if loss is None else flat(loss)
+
+
+def to_extend(text=TEXT):
+    text = text.replace('title = "a test"', 'title = "a test"\nextend = true').replace("[1, 4]", "[1, 2]")
+    return specs.parse(text, "test", Path())
+
+
 @pytest.mark.parametrize(
     ("best", "grid"),
     [(8.0, [1, 2, 4, 8, 16]), (1.0, [0.5, 1, 2]), (2.0, [1, 2, 4]), (1e9, [2**k for k in range(8)])],
 )
 def test_a_grid_goes_on_until_its_best_rate_is_inside(best, grid):
     """Only the method whose best rate is at an end gets more of them, up to a limit."""
-    spec = specs.parse(
-        TEXT.replace('title = "a test"', 'title = "a test"\nextend = true').replace("4]", "2]"), "t", Path()
-    )
-
-    class Made:
-        """Results of all runs; the loss tells how far the rate is from the best."""
-
-        def result(self, run_id):
-            rate = rates[run_id]
-            return flat(abs(math.log(rate / best)))
-
-    wide = replace(
-        spec, methods=tuple(replace(m, lr=tuple(2.0**k * m.lr[0] for k in range(-9, 10))) for m in spec.methods)
-    )
-    rates = {run.id: run.lr for run in plan(wide)}
-    assert [sorted(m.lr) for m in scoring.extended(spec, Made()).methods] == [grid, [1e-3]]
-    assert scoring.extended(replace(spec, extend=False), Made()).methods[0].lr == (1.0, 2.0)
-    scores = scoring.score(spec, Made())
+    spec = to_extend()
+    made = Made(spec, lambda run: abs(math.log(run.lr / best)))
+    assert [sorted(m.lr) for m in scoring.extended(spec, made).methods] == [grid, [1e-3]]
+    assert scoring.extended(replace(spec, extend=False), made).methods[0].lr == (1.0, 2.0)
+    scores = scoring.score(spec, made)
     assert scores.missing == 0
     assert scores.workloads[0].methods[0].at_edge == (best == 1e9)
+
+
+def test_a_grid_goes_on_at_both_ends_where_workloads_differ():
+    one = TEXT[TEXT.index("[[workloads]]") : TEXT.index("[[methods]]")]
+    spec = to_extend(TEXT.replace(one, one + one.replace("[[workloads]]", '[[workloads]]\nname = "other"\nbatch = 9')))
+    made = Made(spec, lambda run: abs(math.log(run.lr / (8.0 if run.workload.batch == 9 else 0.125))))
+    assert sorted(scoring.extended(spec, made).methods[0].lr) == [2.0**k for k in range(-4, 5)]
+
+
+def test_a_grid_is_not_extended_before_all_runs_have_finished():
+    """What there is of a comparison under way is judged as ever: here one seed of two."""
+    spec = to_extend()
+    scores = scoring.score(spec, Made(spec, lambda run: 1 / run.lr if run.seed == 0 else None))
+    vs2p = scores.workloads[0].methods[0]
+    assert (vs2p.method.lr, vs2p.best.lr, scores.missing) == ((1.0, 2.0), 2.0, 3)
+
+
+def test_an_end_is_marked_as_long_as_what_is_beyond_has_no_results():
+    spec = to_extend()
+    scores = scoring.score(spec, Made(spec, lambda run: 1 / run.lr if run.lr <= 2 else None))
+    vs2p = scores.workloads[0].methods[0]
+    assert (vs2p.method.lr, vs2p.best.lr, vs2p.at_edge, scores.missing) == ((1.0, 2.0, 4.0), 2.0, True, 2)
+    assert edge(vs2p) == " \N{BLACK RIGHT-POINTING SMALL TRIANGLE}"
 
 
 def test_of_equals_the_smaller_rate_is_the_best():

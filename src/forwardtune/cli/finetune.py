@@ -69,7 +69,7 @@ def finetune(
         int | None,
         typer.Option(
             help="First fit a new head, or how answers are read, to so many examples.",
-            show_default="10000; with --minutes 2000",
+            show_default="2000 to 10000",
         ),
     ] = None,
     adapter: Annotated[str, typer.Option(help="none, lora, prefix, prompt or ia3.")] = "none",
@@ -191,6 +191,7 @@ def finetune(
     if by.is_auto and budget < LEAST_AUTO:
         least = f"--steps {-(-LEAST_AUTO // by.queries_per_step)}" if steps else f"--queries {LEAST_AUTO}"
         raise ExperimentError(f"{budget} queries are too few to find a rate; give {least}, or an --lr")
+    usual_fit = 2000 if minutes else min(10_000, max(2000, budget * batch // 3))
     workload = TextWorkload(
         name=task or (train or Path()).stem,
         data=task or (PLAIN if is_language else FILES),
@@ -203,7 +204,7 @@ def finetune(
         train_examples=200,
         test_examples=test_examples,
         setup=LM if is_language else setup,
-        fit=(0 if is_language else 10_000 if minutes is None else 2000) if fit is None else fit,
+        fit=(0 if is_language else usual_fit) if fit is None else fit,
         adapter=adapter,
         objective="loss" if is_language else objective,
         template=template,

@@ -102,7 +102,8 @@ class MethodScore:
     @property
     def beyond(self) -> float:
         """The next rate outside the grid, if the best one is at an end of it; otherwise zero."""
-        grid = sorted(self.method.grid)
+        tried = [rate.lr for rate in self.rates if rate.is_complete and not isinstance(rate.lr, str)]
+        grid = sorted(tried if len(self.rates) > 1 else self.method.grid)  # of a single rate, chosen elsewhere
         if self.best is None or len(grid) < 2 or self.best.lr not in (grid[0], grid[-1]):
             return 0.0
         end, inner = grid[:2] if self.best.lr == grid[0] else grid[:-3:-1]
@@ -288,18 +289,21 @@ class ComparisonScore:
 
 
 def extended(spec: Spec, store: Results) -> Spec:
-    """With every grid as far beyond an end as the results of the rates before are best there, if the spec says so."""
+    """With every grid as far beyond an end as the results of the rates before are best there, if the spec says so.
+
+    Nothing is decided before all runs at these rates have finished.
+    """
     if not spec.extend:
         return spec
     for _ in range(FURTHEST):
-        judged = [score for workload in _where_rates_are_chosen(spec, store) for score in workload.methods]
-        ends = {score.method.label: score.beyond for score in judged if score.is_complete and score.beyond}
-        if not ends:
+        workloads = _where_rates_are_chosen(spec, store)
+        scores = [score for workload in workloads for score in workload.methods]
+        if any(workload.missing for workload in workloads) or not any(score.at_edge for score in scores):
             break
-        methods = (
-            replace(method, lr=(*method.lr, ends[method.label])) if method.label in ends else method
-            for method in spec.methods
-        )
+        methods = []
+        for method in spec.methods:
+            beyond = sorted({score.beyond for score in scores if score.method.label == method.label and score.at_edge})
+            methods.append(replace(method, lr=(*method.lr, *beyond)))
         spec = replace(spec, methods=tuple(methods))
     return spec
 

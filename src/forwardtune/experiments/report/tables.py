@@ -282,9 +282,9 @@ def _marks(score: MethodScore) -> str:
 
 def edge(score: MethodScore) -> str:
     """A mark where the best rate is the smallest or the largest of its grid."""
-    if not score.at_edge or score.best is None:
+    if not score.at_edge or score.best is None or isinstance(score.best.lr, str):
         return ""
-    return " ◂" if score.best.lr == min(score.method.grid) else " ▸"
+    return " ◂" if score.beyond < score.best.lr else " ▸"
 
 
 def _signed(value: float) -> str:

@@ -93,7 +93,14 @@ class ImageTask(Task):
             content += [brief(w.pretrain), self.sources.images(w.pretrain.data).digest]
         if w.fit:
             content.append(("fit", w.fit, w.test_examples))
+        if not self._has_statistics and w.mode == "eval":
+            content.append("statistics")
         return fingerprint(content)
+
+    @property
+    def _has_statistics(self) -> bool:
+        """Whether the weights come with BatchNorm's running statistics, which are estimated anew on training images."""
+        return bool(self.workload.pretrain) or self.workload.weights != "random"
 
     @property
     def _is_file(self) -> bool:
@@ -134,7 +141,7 @@ class ImageTask(Task):
             model.load_state_dict(self.weights(model), strict=False)
             if recipe:
                 self._pretrain(model, recipe)
-            if recipe or self.workload.weights != "random":
+            if self._has_statistics or self.workload.mode == "eval":
                 order = torch.randperm(self.examples, generator=torch.Generator().manual_seed(0))
                 some = [order[i : i + 128] for i in range(0, min(2048, self.examples), 128)]
                 networks.estimate_statistics(model, [self.batch(indices)[0] for indices in some])
