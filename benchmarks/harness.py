@@ -17,9 +17,15 @@ Row = dict[str, str | float]
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
+    """Those that every benchmark of rounds has."""
+    parser = without_rounds(description)
+    parser.add_argument("--rounds", type=int, default=7, help="rounds, of which the best counts (default 7)")
+    return parser
+
+
+def without_rounds(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to this file")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds, of which the best counts (default 7)")
     return parser
 
 
