@@ -290,13 +290,19 @@ def test_what_a_fit_brings_is_told_apart_from_what_tuning_does(tmp_path, gains):
     told = dict(zip(*table(text, GAIN), strict=True))
     assert (told["at the start"], told["fitted"], told["after"]) == ("10.0", "50.0", "61.0 ± 1.0")
     # of the test set 1.96 sqrt(0.09 + 0.61 * 0.39) / 10 = 11.22 against the start; against the fit as above
-    assert (told["gain"], told["better?"]) == ("+51.0 [+39.5, +62.5]", "yes")
+    assert (told["gain"], told["better?"]) == ("+51.0 [+39.5, +62.5]", "yes, by the fit")
     assert told["since the fit"] == "+11.0 [-2.9, +24.9]"
     assert "gains/sst2 by VS2P auto, accuracy from 10.0 (fitted 50.0) to 61.0%." in text
-    assert "What was fitted before tuning is made decidedly better by it in 0 of 1 row." in text
+    assert "What was fitted first is made decidedly better by tuning in 0 of 1 row, and worse in 0." in text
     gains.write_text(GAINS.replace("test_examples = 100", "test_examples = 400"))
     make_up(tmp_path, "gains/sst2", outcome)
-    assert "What was fitted before tuning is made decidedly better by it in 1 of 1 row." in page(tmp_path)
+    text = page(tmp_path)
+    assert "What was fitted first is made decidedly better by tuning in 1 of 1 row, and worse in 0." in text
+    assert dict(zip(*table(text, GAIN), strict=True))["better?"] == "yes"
+    make_up(tmp_path / "spoilt", "gains/sst2", lambda run: flat(1.0, before=0.1, scores=(0.9, 0.6 + 0.01 * run.seed)))
+    text = page(tmp_path / "spoilt")
+    assert "What was fitted first is made decidedly better by tuning in 0 of 1 row, and worse in 1." in text
+    assert dict(zip(*table(text, GAIN), strict=True))["better?"] == "yes, by the fit"
 
 
 def test_costs_stand_beside_those_of_backpropagation(tmp_path, gains):

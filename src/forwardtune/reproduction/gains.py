@@ -19,7 +19,15 @@ from forwardtune.reproduction.words import between, ends, listed, score_text, ta
 FOLDERS = ("gains", "decide")
 SECONDS, THREADS = 3600, 2
 """An hour of two cores."""
-VERDICTS = {"better": "yes", "worse": "no, worse", "open": "not decided", "one seed": "one seed", "not finite": ""}
+VERDICTS = {
+    "better": "yes",
+    "fitted": "yes, by the fit",
+    "worse": "no, worse",
+    "open": "not decided",
+    "one seed": "one seed",
+    "not finite": "",
+}
+IMPROVED = ("better", "fitted")
 HEADER = (
     *("workload", "method", "metric", "at the start", "fitted", "after", "gain", "better?", "since the fit"),
     *("queries", "minutes", "threads", "test examples"),
@@ -113,7 +121,10 @@ class Gain:
             return "not finite"
         if self.interval is None:
             return "one seed"
-        return "better" if self.interval.low > 0 else "worse" if self.interval.high < 0 else "open"
+        if self.interval.low <= 0:
+            return "worse" if self.interval.high < 0 else "open"
+        since = self.interval_over(self.fitted) if self.fitted else self.interval
+        return "better" if since and since.low > 0 else "fitted"
 
     @property
     def in_time(self) -> bool:
@@ -143,7 +154,7 @@ def _answer(every: Sequence[Gain]) -> str:
     improved = [
         max(better, key=lambda gain: fmean(gain.by_seed))
         for group in by_workload.values()
-        if (better := [gain for gain in group if gain.outcome == "better" and gain.in_time])
+        if (better := [gain for gain in group if gain.outcome in IMPROVED and gain.in_time])
     ]
     if improved:
         where = "" if len(improved) == len(by_workload) else f", on {len(improved)} of {len(by_workload)} workloads"
@@ -157,8 +168,11 @@ def _answer(every: Sequence[Gain]) -> str:
         text = f"**Not decidedly.** On {tried} no gain within the hour has an interval that leaves out zero."
     fitted = [interval for gain in every if gain.fitted and (interval := gain.interval_over(gain.fitted))]
     if fitted:
-        clear, rows = sum(interval.low > 0 for interval in fitted), count(len(fitted), "row")
-        text += f" What was fitted before tuning is made decidedly better by it in {clear} of {rows}."
+        up, down = sum(interval.low > 0 for interval in fitted), sum(interval.high < 0 for interval in fitted)
+        rows = count(len(fitted), "row")
+        text += (
+            f" What was fitted first is made decidedly better by tuning in {up} of {rows}, and worse in {down}."
+        )
     worse = sum(gain.outcome == "worse" for gain in every)
     return text + (f" In {worse} of {count(len(every), 'row')} the score is decidedly worse." if worse else "")
 
