@@ -12,7 +12,7 @@ from forwardtune.experiments.comparison import Machine, compare
 from forwardtune.experiments.evidence import Evidence
 from forwardtune.experiments.plan import plan
 from forwardtune.experiments.result import Trace
-from forwardtune.experiments.scoring import chosen_rates, score
+from forwardtune.experiments.scoring import chosen_rates, extended, score
 from forwardtune.experiments.store import Store
 from forwardtune.tasks import Sources, Tasks
 from tests.helpers.comparisons import TEXT, finished, parse
@@ -107,8 +107,9 @@ def test_a_line_that_is_no_result_is_named(made, tmp_path, damage, message):
 def test_what_is_kept_here_is_what_its_presets_ask_for():
     """A change of how runs are described would orphan all evidence."""
     for file in sorted(Path(__file__).parents[1].glob("evidence/*/*.jsonl")):
-        spec = presets.load(f"{file.parent.name}/{file.stem}")
-        ids = {run.id for run in plan(spec, chosen_rates(spec, Evidence(file)))}
+        evidence = Evidence(file)
+        spec = extended(presets.load(f"{file.parent.name}/{file.stem}"), evidence)
+        ids = {run.id for run in plan(spec, chosen_rates(spec, evidence))}
         kept = {json.loads(line)["id"] for line in file.read_text().splitlines()}
         assert kept <= ids
         assert len(kept) > len(ids) / 2
