@@ -5,11 +5,12 @@
 Both tune all weights from the same base and see the same batches of one seed. The recipe has its own noise, four sweeps
 of it a step, and the best of four rates, found on a quarter of its steps, which is not charged to it. The goal is the
 lowest loss on fixed training examples that the recipe comes to in its steps; told are the times at which either is
-first there. Both are evaluated after every tenth step, which is not timed.
+first there, if VS2P is in as much time as the recipe has. Both are evaluated after every tenth step, which is not timed.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
 import time
@@ -28,7 +29,7 @@ from forwardtune.experiments.under_way import batch_indices
 from forwardtune.tasks import Sources, Task, prepare
 
 STEPS, PILOT, RATES, STRIDE = 300, 75, 4, 10
-"""Of either, those with which the recipe's rates are judged, how many rates, and the steps between evaluations."""
+"""Of the recipe, and those with which its rates are judged; how many rates; the steps between evaluations."""
 SEED, EXAMPLES = 0, 500
 THEIRS, OURS = "published MeZO", "VS2P auto"
 Looks = list[tuple[float, float]]
@@ -56,11 +57,18 @@ class Contest:
     def __init__(self, task: Task, base: Path) -> None:
         self.task, self.base = task, base
 
-    def looks(self, step_of: Callable[[nn.Module, Closure], Callable[[], object]], steps: int) -> Looks:
+    def looks(
+        self,
+        step_of: Callable[[nn.Module, Closure], Callable[[], object]],
+        *,
+        steps: float = math.inf,
+        time_limit: float = math.inf,
+    ) -> Looks:
+        """The first of many steps, up to a number of them or of seconds."""
         model = self.task.start(self.base)
         step = step_of(model, lambda: self.task.loss(model, self.batch))
         seconds, made = 0.0, []
-        for number in range(steps):
+        for number in itertools.takewhile(lambda number: number < steps and seconds < time_limit, itertools.count()):
             self.batch = self.task.batch(batch_indices(self.task.examples, self.task.workload.batch, SEED, number))
             begun = time.perf_counter()
             step()
@@ -70,14 +78,14 @@ class Contest:
         return made
 
     def recipe(self, lr: float, steps: int) -> Looks:
-        return self.looks(lambda model, closure: published_mezo(model, closure, lr), steps)
+        return self.looks(lambda model, closure: published_mezo(model, closure, lr), steps=steps)
 
-    def vs2p(self) -> Looks:
+    def vs2p(self, time_limit: float) -> Looks:
         def step_of(model: nn.Module, closure: Closure) -> Callable[[], object]:
             optimizer = ft.VS2P(model.parameters(), lr="auto", seed=SEED)
             return lambda: optimizer.step(closure)
 
-        return self.looks(step_of, STEPS)
+        return self.looks(step_of, time_limit=time_limit)
 
 
 def lowest(looks: Looks) -> float:
@@ -112,11 +120,12 @@ def compared(workload: Workload, data: Path) -> list[Row]:
         start = task.evaluate(task.make_base(contest.base)).train_loss
         tried = {lr: contest.recipe(lr, PILOT)[-1][1] for lr in (workload.lowest * 2**k for k in range(RATES))}
         best = min(tried, key=lambda lr: tried[lr] if math.isfinite(tried[lr]) else math.inf)
-        theirs, ours = contest.recipe(best, STEPS), contest.vs2p()
+        theirs = contest.recipe(best, STEPS)
+        ours = contest.vs2p(theirs[-1][0])
     goal = lowest(theirs)
     print(f"loss at the start {start:.3f}; the recipe by {PILOT} steps:")
     print(", ".join(f"{loss:.3f} at lr {lr:g}" for lr, loss in tried.items()))
-    print(f"by {STEPS} steps at most {goal:.3f} at lr {best:g}; {OURS} {lowest(ours):.3f}")
+    print(f"by {STEPS} steps at most {goal:.3f} at lr {best:g}; in that time {OURS} makes {STRIDE * len(ours)} steps")
     reached = {name: first(looks, goal) for name, looks in ((THEIRS, theirs), (OURS, ours))}
     print(
         ", ".join(

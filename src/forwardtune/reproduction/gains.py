@@ -170,9 +170,7 @@ def _answer(every: Sequence[Gain]) -> str:
     if fitted:
         up, down = sum(interval.low > 0 for interval in fitted), sum(interval.high < 0 for interval in fitted)
         rows = count(len(fitted), "row")
-        text += (
-            f" What was fitted first is made decidedly better by tuning in {up} of {rows}, and worse in {down}."
-        )
+        text += f" What was fitted first is made decidedly better by tuning in {up} of {rows}, and worse in {down}."
     worse = sum(gain.outcome == "worse" for gain in every)
     return text + (f" In {worse} of {count(len(every), 'row')} the score is decidedly worse." if worse else "")
 
@@ -189,7 +187,9 @@ def _row(gain: Gain) -> list[str]:
     share = is_share(name)
 
     def signed(value: float) -> str:
-        return f"{value:+.1f}" if share else f"{value:+#.3g}".rstrip(".")
+        if share:
+            return f"{value:+.1f}"
+        return f"{value:+.0f}" if abs(value) >= 100 else f"{value:+#.3g}".rstrip(".")
 
     def told(before: Sequence[float]) -> str:
         mean = "" if gain.outcome == "not finite" else signed(fmean(gain.over(before)))

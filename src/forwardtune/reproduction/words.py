@@ -36,10 +36,10 @@ def between(values: Sequence[float], show: Callable[[float], str] = "{:.1f}".for
 def two_digits(value: float) -> str:
     """As deviations are told.
 
-    >>> two_digits(0.01234), two_digits(12.0)
-    ('0.012', '12')
+    >>> two_digits(0.01234), two_digits(12.0), two_digits(812.3)
+    ('0.012', '12', '812')
     """
-    return f"{value:#.2g}".rstrip(".")
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.2g}".rstrip(".")
 
 
 def spread(values: Sequence[float], show: Callable[[float], str], deviation: Callable[[float], str]) -> str:
