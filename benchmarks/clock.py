@@ -5,12 +5,12 @@
 Both tune all weights from the same base and see the same batches of one seed. The recipe has its own noise, four sweeps
 of it a step, and the best of four rates, found on a quarter of its steps, which is not charged to it. The goal is the
 lowest loss on fixed training examples that the recipe comes to in its steps; told are the times at which either is
-first there, if VS2P is in as much time as the recipe has. Both are evaluated after every tenth step, which is not timed.
+first there, if VS2P is in as much time as the recipe has. Both are evaluated after every tenth step, which is not
+timed.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import tempfile
 import time
@@ -68,12 +68,14 @@ class Contest:
         model = self.task.start(self.base)
         step = step_of(model, lambda: self.task.loss(model, self.batch))
         seconds, made = 0.0, []
-        for number in itertools.takewhile(lambda number: number < steps and seconds < time_limit, itertools.count()):
+        number = 0
+        while number < steps and seconds < time_limit:
             self.batch = self.task.batch(batch_indices(self.task.examples, self.task.workload.batch, SEED, number))
             begun = time.perf_counter()
             step()
             seconds += time.perf_counter() - begun
-            if (number + 1) % STRIDE == 0:
+            number += 1
+            if number % STRIDE == 0:
                 made.append((seconds, self.task.evaluate(model).train_loss))
         return made
 
