@@ -27,7 +27,7 @@ from tests.helpers.comparisons import TEXT, finished, make, outcomes, parse
 from tests.helpers.texts import models_and_tables
 from tests.helpers.texts import task_of as text_task
 from tests.test_report import Tables
-from tests.test_runner import StopError, Tricky
+from tests.test_runner import StopError, Tricky, stop_at
 
 ADAMW = TEXT.replace('"STP"', '"AdamW"').replace("[1e-3]", "[1e-3, 3e-3]")
 
@@ -139,16 +139,9 @@ def test_a_run_that_was_stopped_resumes(tmp_path, moment, monkeypatch):
     monkeypatch.setattr("forwardtune.tasks.images.networks.cnn", Tricky)
     run = adamw_of()
     make(run, Store(tmp_path / "whole"))
-    seen = []
-
-    def stop(event):
-        seen.append(type(event))
-        if seen.count(moment[0]) == moment[1] and type(event) is moment[0]:
-            raise StopError
-
     store = Store(tmp_path / "stopped")
     with pytest.raises(StopError):
-        make(run, store, stop)
+        make(run, store, stop_at(*moment))
     begun = []
     result = make(run, store, lambda event: begun.append(event) if isinstance(event, Started) else None)
     assert begun[0].queries == {(Evaluated, 2): 15, (Progressed, 7): 15, (Progressed, 19): 45, (Evaluated, 5): 45}.get(

@@ -113,6 +113,18 @@ def test_losses_that_are_not_finite_end_a_run(tmp_path, monkeypatch):
     assert result.trace.gamma[10:] == (None,) * 10
 
 
+def stop_at(kind, number):
+    """A listener that stops a run at an event of this kind, the first, second or so."""
+    seen = []
+
+    def stop(event):
+        seen.append(type(event))
+        if type(event) is kind and seen.count(kind) == number:
+            raise StopError
+
+    return stop
+
+
 class StopError(Exception):
     pass
 
@@ -128,16 +140,9 @@ def test_a_run_that_was_stopped_resumes(tmp_path, text, moment, monkeypatch):
     monkeypatch.setattr("forwardtune.experiments.under_way.PAUSE", 0.0)
     run = plan(parse(text))[0]
     make(run, Store(tmp_path / "whole"))
-    seen = []
-
-    def stop(event):
-        seen.append(type(event))
-        if seen.count(moment[0]) == moment[1] and type(event) is moment[0]:
-            raise StopError
-
     store = Store(tmp_path / "stopped")
     with pytest.raises(StopError):
-        make(run, store, stop)
+        make(run, store, stop_at(*moment))
     assert store.result(run.id) is None
     result = make(run, store)
     assert result.circumstances.sessions == (1 if moment[1] == 1 else 2)  # before the first step nothing is lost

@@ -29,7 +29,7 @@ from forwardtune.experiments.under_way import batch_indices
 from forwardtune.tasks import Sources, Tasks
 from tests.helpers.comparisons import TEXT, finished, outcomes, parse
 from tests.test_cli_experiments import forwardtune
-from tests.test_runner import StopError, Tricky
+from tests.test_runner import StopError, Tricky, stop_at
 
 GRID = TEXT.replace("[1, 4]", "[4, 1, 64, 16]")
 
@@ -170,15 +170,8 @@ def saved(folder):
 )
 def test_a_sweep_that_was_stopped_resumes(tmp_path, whole, moment, monkeypatch):
     monkeypatch.setattr("forwardtune.experiments.under_way.PAUSE", 0.0)
-    seen = []
-
-    def stop(event):
-        seen.append(type(event))
-        if type(event) is moment[0] and seen.count(moment[0]) == moment[1]:
-            raise StopError
-
     with pytest.raises(StopError):
-        swept(tmp_path / "stopped", tell=stop)
+        swept(tmp_path / "stopped", tell=stop_at(*moment))
     assert not (tmp_path / "stopped" / "sweeps").exists()
     swept(tmp_path / "stopped")
     assert saved(tmp_path / "stopped") == whole
