@@ -3,7 +3,7 @@
     python -m benchmarks.clock --data DIR [--only NAME] [--json FILE]
 
 Both tune all weights from the same base and see the same batches of one seed. The recipe has its own noise, four sweeps
-of it a step, and the best of four rates, found on a quarter of its steps, which is not charged to it. The goal is the
+of it a step, and the best of four rates, found on a part of its steps, which is not charged to it. The goal is the
 lowest loss on fixed training examples that the recipe comes to in its steps; told are the times at which either is
 first there, if VS2P is in as much time as the recipe has. Both are evaluated after every tenth step, which is not
 timed.
@@ -28,26 +28,29 @@ from forwardtune import presets
 from forwardtune.experiments.under_way import batch_indices
 from forwardtune.tasks import Sources, Task, prepare
 
-STEPS, PILOT, RATES, STRIDE = 300, 75, 4, 10
-"""Of the recipe, and those with which its rates are judged; how many rates; the steps between evaluations."""
-SEED, EXAMPLES = 0, 500
+PILOT, RATES, STRIDE = 75, 4, 10
+"""The recipe's steps by which its rates are judged; how many rates; the steps between evaluations."""
+SEED = 0
 THEIRS, OURS = "published MeZO", "VS2P auto"
 Looks = list[tuple[float, float]]
 """Seconds and the loss at every evaluation."""
 
 
 class Workload(NamedTuple):
-    """A workload of a preset, and the lowest rate that the recipe tries there; each other is twice the one before."""
+    """A workload of a preset, the lowest rate that the recipe tries there (each other is twice the one before), how
+    many steps it makes, and how many examples a loss is evaluated on."""
 
     preset: str
     name: str
     lowest: float
+    steps: int
+    examples: int
 
 
 WORKLOADS = {
-    "MNIST, ResNet18": Workload("decide/mnist-resnet18", "mnist-resnet18", 1e-5),
-    "CIFAR-10, ResNet18": Workload("decide/cifar10-resnet18", "cifar10-resnet18", 1e-5),
-    "texts, stories15M": Workload("gains/texts", "texts", 1e-6),
+    "MNIST, ResNet18": Workload("decide/mnist-resnet18", "mnist-resnet18", 1e-5, 1200, 500),
+    "CIFAR-10, ResNet18": Workload("decide/cifar10-resnet18", "cifar10-resnet18", 1e-5, 1200, 500),
+    "texts, stories15M": Workload("gains/texts", "texts", 1e-6, 300, 100),
 }
 
 
@@ -116,18 +119,18 @@ def main() -> None:
 
 def compared(workload: Workload, data: Path) -> list[Row]:
     named = presets.load(workload.preset).workload(workload.name)
-    task = prepare(replace(named, train_examples=EXAMPLES, test_examples=1), Sources(data), "cpu")
+    task = prepare(replace(named, train_examples=workload.examples, test_examples=1), Sources(data), "cpu")
     with tempfile.TemporaryDirectory() as folder:
         contest = Contest(task, Path(folder) / "base.safetensors")
         start = task.evaluate(task.make_base(contest.base)).train_loss
         tried = {lr: contest.recipe(lr, PILOT)[-1][1] for lr in (workload.lowest * 2**k for k in range(RATES))}
         best = min(tried, key=lambda lr: tried[lr] if math.isfinite(tried[lr]) else math.inf)
-        theirs = contest.recipe(best, STEPS)
+        theirs = contest.recipe(best, workload.steps)
         ours = contest.vs2p(theirs[-1][0])
     goal = lowest(theirs)
     print(f"loss at the start {start:.3f}; the recipe by {PILOT} steps:")
     print(", ".join(f"{loss:.3f} at lr {lr:g}" for lr, loss in tried.items()))
-    print(f"by {STEPS} steps at most {goal:.3f} at lr {best:g}; in that time {OURS} makes {STRIDE * len(ours)} steps")
+    print(f"by {workload.steps} steps at most {goal:.3f} at lr {best:g}; in that time {OURS} makes {STRIDE * len(ours)} steps")
     reached = {name: first(looks, goal) for name, looks in ((THEIRS, theirs), (OURS, ours))}
     print(
         ", ".join(
