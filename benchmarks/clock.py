@@ -130,7 +130,8 @@ def compared(workload: Workload, data: Path) -> list[Row]:
     goal = lowest(theirs)
     print(f"loss at the start {start:.3f}; the recipe by {PILOT} steps:")
     print(", ".join(f"{loss:.3f} at lr {lr:g}" for lr, loss in tried.items()))
-    print(f"by {workload.steps} steps at most {goal:.3f} at lr {best:g}; in that time {OURS} makes {STRIDE * len(ours)} steps")
+    print(f"by {workload.steps} steps at most {goal:.3f} at lr {best:g}")
+    print(f"in that time {OURS} makes {STRIDE * len(ours)} steps")
     reached = {name: first(looks, goal) for name, looks in ((THEIRS, theirs), (OURS, ours))}
     print(
         ", ".join(

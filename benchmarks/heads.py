@@ -23,17 +23,23 @@ def workloads(fit: int) -> dict[str, Workload]:
     """By name; the first of several of one kind is what the others are compared with."""
     made: dict[str, Workload] = {}
     for data in ("mnist", "cifar10"):
-        for n in (0, fit):
-            name = f"ResNet18 (ImageNet), {data}, {'a new head' if not n else 'fitted'}"
-            made[name] = ImageWorkload(name="w", data=data, fit=n, **RESNET, **COMMON)
+        for told, settings in {"a new head": {}, "fitted": {"fit": fit}, "wide": {"fit": fit, "head": "wide"}}.items():
+            made[f"ResNet18 (ImageNet), {data}, {told}"] = ImageWorkload(
+                name="w", data=data, **settings, **RESNET, **COMMON
+            )
     head = {"setup": "head", "pad_token": "</s>", "template": PROMPT["template"]}
     made["stories15M, SST-2, a prompt"] = TextWorkload(name="w", data="sst2", **STORIES, **COMMON, **PROMPT)
     for n in (0, fit):
-        name = f"stories15M, SST-2, {'a new head' if not n else 'fitted'}"
+        name = f"stories15M, SST-2, {'a new head' if not n else 'a head, fitted'}"
         made[name] = TextWorkload(name="w", data="sst2", fit=n, **STORIES, **COMMON, **head)
+    read = TextWorkload(name="w", data="sst2", fit=fit, **STORIES, **COMMON, **PROMPT)
+    made["stories15M, SST-2, the prompt's readout, fitted"] = read
     for data in ("sst2", "qnli", "mrpc"):
-        made[f"MiniLM, {data}, similarity"] = TextWorkload(name="w", data=data, **MINILM, **COMMON)
-        made[f"MiniLM, {data}, fitted"] = TextWorkload(name="w", data=data, setup="head", fit=fit, **MINILM, **COMMON)
+        for told, more in {"similarity": {}, "its readout, fitted": {"fit": fit}}.items():
+            made[f"MiniLM, {data}, {told}"] = TextWorkload(name="w", data=data, **more, **MINILM, **COMMON)
+        made[f"MiniLM, {data}, a head, fitted"] = TextWorkload(
+            name="w", data=data, setup="head", fit=fit, **MINILM, **COMMON
+        )
     return made
 
 
@@ -52,7 +58,7 @@ def main() -> None:
         scores = task.evaluate(model)
         accuracy = 100 * scores.metrics["accuracy"]
         rows.append({"name": name, "accuracy": accuracy, "test loss": scores.test_loss, "seconds": seconds})
-        print(f"{name:45} accuracy {accuracy:5.1f}%  test loss {scores.test_loss:.3f}  {seconds:5.1f} s", flush=True)
+        print(f"{name:50} accuracy {accuracy:5.1f}%  test loss {scores.test_loss:.3f}  {seconds:5.1f} s", flush=True)
     finish(rows, options.json)
 
 

@@ -30,9 +30,11 @@ PUBLIC = {
     "STP",
     "StepRecord",
     "VS2P",
+    "WideHead",
     "replay",
     "resume",
     "theory",
+    "widen_head",
 }
 
 

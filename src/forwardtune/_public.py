@@ -18,6 +18,7 @@ from forwardtune.noise import Field
 from forwardtune.optimizer import LineSearch
 from forwardtune.record import Decision, LineRecord, StepRecord
 from forwardtune.run_options import Recorder, RunOptions
+from forwardtune.wide import WideHead, widen_head
 
 __version__ = _version("forwardtune")
 
@@ -41,8 +42,10 @@ __all__ = [
     "Recorder",
     "RunOptions",
     "StepRecord",
+    "WideHead",
     "fit_head",
     "replay",
     "resume",
     "theory",
+    "widen_head",
 ]

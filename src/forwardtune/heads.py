@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forwardtune.errors import InvalidArgumentError
+from forwardtune.wide import WideHead
 
-PENALTIES = tuple(10.0**-k for k in range(5))
+PENALTIES = tuple(10.0**-k for k in range(-1, 5))
 """Tried from the strongest to the weakest, until examples left out are predicted worse."""
 SMALLEST = 1e-2
 """Of the usual deviation of an input. One that hardly varies is not magnified further: the head would hang on it."""
@@ -42,13 +43,13 @@ class FittedHead:
 @torch.no_grad()
 def fit_head(
     model: nn.Module,
-    head: str | nn.Linear,
+    head: str | nn.Linear | WideHead,
     batches: Iterable[tuple[Any, Tensor]],
     forward: Callable[[Any], Tensor] | None = None,
 ) -> FittedHead:
     """Fits a linear head in place, with one forward pass per batch, and one more of the first; nothing else changes.
 
-    head: the last `Linear` in the model, whose outputs are the model's, or its name.
+    head: the last `Linear` in the model, whose outputs are the model's, or its name; or a wide head.
     batches: pairs of inputs and labels. Classes are fitted by the cross entropy; with floating-point labels the head
         has one output, which is fitted by the squared error.
     forward: computes the outputs from inputs, if that takes more than calling the model with them.
@@ -62,6 +63,8 @@ def fit_head(
     layers: dict[str, nn.Module] = dict(model.named_modules())
     if isinstance(head, nn.Module):
         head = next((name for name, layer in layers.items() if layer is head), "")
+    if isinstance(layers.get(head), WideHead):
+        head = f"{head}.linear"
     linear = layers.get(head) if head else None
     if type(linear) is not nn.Linear or not linear.weight.is_floating_point():
         kind = "no layer of the model" if linear is None else f"a {type(linear).__name__}"
@@ -87,8 +90,8 @@ def fit_linear(x: Tensor, y: Tensor, outputs: int, *, bias: bool = True) -> tupl
     usual = scale.square().mean().sqrt()
     scale = scale.clamp(min=SMALLEST * usual) if usual > 0 else torch.ones_like(scale)
     shift = x.mean(0) if bias else torch.zeros_like(scale)
-    z, constant = (x - shift) / scale, torch.full((len(x), 1), float(bias)).to(x)
-    z = torch.cat([z, constant], 1)
+    z = x.new_full((len(x), x.shape[1] + 1), float(bias))
+    torch.sub(x, shift, out=z[:, :-1]).div_(scale)
     out = is_left_out(len(z)).to(z.device)
     penalty, best, solution = PENALTIES[0], float("inf"), z.new_zeros(outputs, z.shape[1])
     for tried in PENALTIES:

@@ -6,7 +6,8 @@ one number for each answer and one for all of them set it right:
 
     min  mean_i cross entropy(scale z_i + bias, y_i) + PENALTY/2 (scale - 1)^2,    z: the logits
 
-An embedding is read by a whole matrix, fitted as a new head would be, if examples are enough for that.
+An embedding, and what the blocks of the model compute, is read by a whole matrix, fitted as a new head would be, if
+examples are enough for that.
 """
 
 from __future__ import annotations
@@ -78,13 +79,17 @@ def _affine(z: Tensor, y: Tensor) -> Readout:
     return Readout((scale * torch.eye(len(bias)).to(scale)).float().cpu(), bias.float().cpu())
 
 
-def fitted(embeddings: Tensor, targets: Tensor, start: Readout) -> Readout:
-    """A new matrix, or the start calibrated, whichever predicts a fifth of the examples, left out, better."""
-    out = is_left_out(len(embeddings)).to(embeddings.device)
-    weight, bias, made = fit_linear(embeddings, targets, len(start.bias))
-    known = _calibrated(start, embeddings[~out], targets[~out])
-    if F.cross_entropy(known(embeddings[out]), targets[out]) < made.held_out_loss:
-        return _calibrated(start, embeddings, targets)
+def fitted(features: Tensor, targets: Tensor, start: Readout) -> Readout:
+    """A new matrix, or the start calibrated, whichever predicts a fifth of the examples, left out, better.
+
+    The start may read only the first of the features.
+    """
+    out = is_left_out(len(features)).to(features.device)
+    weight, bias, made = fit_linear(features, targets, len(start.bias))
+    own = features[:, : start.weight.shape[1]]
+    known = _calibrated(start, own[~out], targets[~out])
+    if F.cross_entropy(known(own[out]), targets[out]) < made.held_out_loss:
+        return _calibrated(start, own, targets)
     return Readout(weight.cpu(), bias.cpu())
 
 

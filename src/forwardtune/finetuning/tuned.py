@@ -33,7 +33,7 @@ from forwardtune.readout import Readout
 from forwardtune.tasks import Sources
 from forwardtune.tasks.texts.data import Text
 from forwardtune.tasks.texts.models import PretrainedModel, load_adapter, quiet
-from forwardtune.tasks.texts.setups import Language, Similarity, score_between
+from forwardtune.tasks.texts.setups import Language, score_between
 from forwardtune.tasks.texts.task import CHUNK
 from forwardtune.tasks.texts.workload import ADAPTERS, DTYPES, SETUPS
 from forwardtune.toml_tables import at_least, build, one_of
@@ -113,10 +113,11 @@ class Tuned:
     def _read_readout(self, file: Path) -> Readout | None:
         if not file.exists():
             return None
-        answers = self._setup.answers
-        embeds = isinstance(self._setup, Similarity) and self._setup.labels
+        setup = self._setup
         try:
-            return Readout.of(load_file(file), (answers, self._language.config.hidden_size if embeds else answers))
+            tensors = load_file(file)
+            is_own = "weight" in tensors and tensors["weight"].shape[1:] == (setup.own,)
+            return Readout.of(tensors, (setup.answers, setup.own if is_own else setup.own + setup.more))
         except (OSError, SafetensorError, InvalidArgumentError) as error:
             raise ExperimentError(f"{file} cannot be read ({error}); tune the model again, in another folder") from None
 

@@ -12,6 +12,8 @@ from typing import Any
 
 RULES = 2
 """Raised by every change that gives runs of the same description another outcome."""
+FITS = 2
+"""Raised by every change that gives fits of the same description another outcome."""
 
 
 def brief(entry: Any, without: Collection[str] = ()) -> dict[str, Any]:

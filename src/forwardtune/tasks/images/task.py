@@ -17,12 +17,13 @@ from forwardtune.files import replace_file, translated
 from forwardtune.heads import fit_head
 from forwardtune.metrics import metric, one_minus
 from forwardtune.tasks.computing import computed
-from forwardtune.tasks.identity import RULES, brief, file_digest, fingerprint
+from forwardtune.tasks.identity import FITS, RULES, brief, file_digest, fingerprint
 from forwardtune.tasks.images import networks
 from forwardtune.tasks.images.data import Images
 from forwardtune.tasks.images.workload import ImageWorkload, Pretrain
 from forwardtune.tasks.sources import Sources
 from forwardtune.tasks.task import Scores, Task
+from forwardtune.wide import widen_head
 
 CHUNK = 250  # images evaluated at a time
 
@@ -92,9 +93,11 @@ class ImageTask(Task):
         if w.pretrain:
             content += [brief(w.pretrain), self.sources.images(w.pretrain.data).digest]
         if w.fit:
-            content.append(("fit", w.fit, w.test_examples))
+            content.append(("fit", FITS, w.fit, w.test_examples))
         if not self._has_statistics and w.mode == "eval":
             content.append("statistics")
+        if w.head != "linear":
+            content.append(("head", w.head))
         return fingerprint(content)
 
     @property
@@ -145,6 +148,7 @@ class ImageTask(Task):
                 order = torch.randperm(self.examples, generator=torch.Generator().manual_seed(0))
                 some = [order[i : i + 128] for i in range(0, min(2048, self.examples), 128)]
                 networks.estimate_statistics(model, [self.batch(indices)[0] for indices in some])
+            self._widen(model)
             before = None
             if self.workload.fit:
                 before = self._told_before(model)
@@ -158,6 +162,11 @@ class ImageTask(Task):
         with translated(ExperimentError, f"{file} cannot be written"):
             replace_file(file, lambda new: save_file(state, new, before))
         return self._to_tune(model)
+
+    def _widen(self, model: nn.Module) -> None:
+        if self.workload.head == "wide":
+            some = self._ready(self.images.train_x[:2]).to(next(model.parameters()).device)
+            widen_head(model, networks.HEADS[self.workload.network], some)
 
     def _source(self, recipe: Pretrain) -> Images:
         images = self.sources.images(recipe.data)
@@ -189,6 +198,7 @@ class ImageTask(Task):
     def start(self, base: Path) -> nn.Module:
         with torch.device("meta"):
             model = self.network()
+        self._widen(model)
         state, weights = model.state_dict(), self.weights(model) if self._is_file else {}
         given = {key: value.to(state[key].dtype) for key, value in weights.items()}
         model.load_state_dict({**given, **load_file(base)}, assign=True)

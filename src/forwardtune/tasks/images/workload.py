@@ -12,6 +12,7 @@ IMAGES = ("digits", "mnist", "cifar10")
 NETWORKS = ("cnn", "densenet121", "resnet18", "vgg11", "vit_b_16")
 TUNED = ("all", "norms")
 MODES = ("train", "eval")
+HEADS = ("linear", "wide")
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,13 @@ class ImageWorkload(Workload):
         which everything but the head is used.
     pretrain: how these weights are trained before the runs begin.
     tune: which weights are tuned, ``"all"``, or ``"norms"``: the vectors, which are norms and biases, and the head.
+    head: ``"linear"``, the network's own, or ``"wide"``, which reads layers below it too.
     mode: of the network in steps; in ``"eval"`` BatchNorm has its running statistics, as in evaluations.
     """
 
     pretrain: Pretrain | None = None
     tune: str = "all"
+    head: str = "linear"
     mode: str = "train"
 
     def __post_init__(self) -> None:
@@ -59,6 +62,7 @@ class ImageWorkload(Workload):
         one_of("data", self.data, IMAGES)
         one_of("network", self.network, NETWORKS)
         one_of("tune", self.tune, TUNED)
+        one_of("head", self.head, HEADS)
         one_of("mode", self.mode, MODES)
         if self.fit and self.pretrain and self.pretrain.head == "keep":
             raise ExperimentError('only a new head is fitted; pretrain with head = "new", or leave fit out')

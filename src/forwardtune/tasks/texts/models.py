@@ -106,6 +106,11 @@ class PretrainedModel:
 
     def setup(self, columns: Sequence[str], template: str, words: Sequence[str], max_length: int) -> Setup:
         """`words` are the answers; a head has one logit per word, or a single one, the score, without words."""
+        setup = self._setup(columns, template, words, max_length)
+        setup.depth, setup.hidden = (getattr(self.config, name, 0) for name in ("num_hidden_layers", "hidden_size"))
+        return setup
+
+    def _setup(self, columns: Sequence[str], template: str, words: Sequence[str], max_length: int) -> Setup:
         limit = getattr(self.config, "max_position_embeddings", None) or max_length
         if "roberta" in self.config.model_type:  # its positions begin after that of the pad token
             limit -= self.config.pad_token_id + 1

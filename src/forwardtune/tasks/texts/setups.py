@@ -11,7 +11,8 @@ head: a new linear layer on top of the model, as usual with backpropagation; wit
 lm: a language model is asked nothing. The only answer is the text itself, and its logit is the mean log-probability of
     its tokens.
 
-The answers of the first two are read off what the model computes by a linear map, which may be fitted to examples.
+The answers of the first two are read off what the model computes by a linear map, which may be fitted to examples: off
+what it answers itself, or off what each of its blocks computes as well.
 
 A batch is split into buckets of similar length, each padded to its longest row: as many as cost least, counting padded
 tokens and passes.
@@ -31,7 +32,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from forwardtune.errors import ExperimentError
-from forwardtune.readout import Readout, calibrated, fitted
+from forwardtune.readout import Readout, fitted
+from forwardtune.tasks.texts.blocks import blocks_of, reading
 from forwardtune.tasks.texts.data import Text
 
 SCALE, THRESHOLD = 10.0, 0.7
@@ -48,10 +50,24 @@ Rows = tuple[Row, ...]
 
 
 class Setup(ABC):
-    """`answers` is the number of logits; where there is a `readout` they are what it makes of the features."""
+    """`answers` is the number of logits; where there is a `readout` they are what it makes of the features.
+
+    The model has `depth` blocks, whose outputs are `hidden` wide.
+    """
 
     answers: int
     readout: Readout | None = None
+    depth = hidden = 0
+
+    @property
+    def own(self) -> int:
+        """How many features there are without those of blocks."""
+        return self.answers
+
+    @property
+    def more(self) -> int:
+        """How many are those of blocks."""
+        return self.depth * self.hidden
 
     def __init__(self, tokenizer: Any, max_length: int) -> None:
         self.tokenizer, self.max_length = tokenizer, max_length
@@ -66,20 +82,29 @@ class Setup(ABC):
     def encode(self, text: Text) -> Rows: ...
 
     @abstractmethod
-    def features(self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False) -> Tensor:
+    def features(
+        self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False, blocks: bool = False
+    ) -> Tensor:
         """What the model computes of every example, in their order; `together` in one forward pass.
 
-        It is their logits, unless a setup says otherwise.
+        It is their logits, unless a setup says otherwise, and with `blocks` what these compute as well.
         """
 
     def logits(self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False) -> Tensor:
         """Of every example and answer."""
-        features = self.features(model, examples, together=together)
-        return features if self.readout is None else self.readout(features)
+        if self.readout is None:
+            return self.features(model, examples, together=together)
+        blocks = self.readout.weight.shape[1] > self.own
+        return self.readout(self.features(model, examples, together=together, blocks=blocks))
 
     def fit(self, model: nn.Module, features: Tensor, targets: Tensor) -> None:
         """Makes the readout from examples, if that helps; targets are labels, or the probability of each answer."""
-        self.readout = calibrated(features, targets)
+        as_they_are = Readout(torch.eye(self.answers), torch.zeros(self.answers))
+        readout = fitted(features, targets, as_they_are)
+        self.readout = None if readout is as_they_are else readout
+
+    def _blocks(self, model: nn.Module, wanted: bool) -> Sequence[nn.Module]:
+        return blocks_of(model, self.depth) if wanted else ()
 
     def _in_buckets(
         self,
@@ -155,13 +180,18 @@ class Prompt(Setup):
     def encode(self, text: Text) -> Rows:
         return self.question.encode(text)
 
-    def features(self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False) -> Tensor:
+    def features(
+        self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False, blocks: bool = False
+    ) -> Tensor:
+        seen = self._blocks(model, blocks)
+
         def read(inputs: dict[str, Tensor], rows: list[Row]) -> Tensor:
             indices = [self._answer_index(row["input_ids"], inputs["input_ids"].shape[1]) for row in rows]
             distinct = sorted(set(indices))
-            logits = _logits_at(model, inputs, torch.tensor(distinct))
+            with reading(seen, inputs["attention_mask"]) as means:
+                logits = _logits_at(model, inputs, torch.tensor(distinct))
             own = torch.tensor([distinct.index(index) for index in indices])
-            return logits[torch.arange(len(rows)), own][:, self.words].float()
+            return torch.cat([logits[torch.arange(len(rows)), own][:, self.words].float(), *means], 1)
 
         return self._in_buckets(model, [rows[0] for rows in examples], read, together)
 
@@ -194,16 +224,27 @@ class Similarity(Setup):
         ids = self.tokenizer(text, truncation=True, max_length=self.max_length)["input_ids"]
         return {"input_ids": ids or [self._filler]}
 
-    def features(self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False) -> Tensor:
-        """The embeddings of single texts; of pairs, their logits."""
+    @property
+    def own(self) -> int:
+        return self.hidden if self.labels else self.answers
+
+    @property
+    def more(self) -> int:
+        return super().more if self.labels else 2 * super().more
+
+    def features(
+        self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False, blocks: bool = False
+    ) -> Tensor:
+        """The embeddings of single texts; of pairs their logits and, of blocks, products and distances."""
+        seen = self._blocks(model, blocks)
         if self.labels:
-            return self._embeddings(model, [rows[0] for rows in examples], together)
+            return self._embeddings(model, [rows[0] for rows in examples], together, seen)
         if together:
             raise ExperimentError(_SEVERAL_ROWS)
-        embeddings = self._embeddings(model, [rows[i] for i in (0, 1) for rows in examples])
-        first, second = embeddings.chunk(2)
+        both = self._embeddings(model, [rows[i] for i in (0, 1) for rows in examples], blocks=seen)
+        (first, u), (second, v) = (one.tensor_split([self.hidden], dim=1) for one in both.chunk(2))
         alike = SCALE * ((first * second).sum(1) - THRESHOLD)
-        return torch.stack([torch.zeros_like(alike), alike], dim=1)
+        return torch.cat([torch.stack([torch.zeros_like(alike), alike], dim=1), u * v, (u - v).abs()], 1)
 
     def logits(self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False) -> Tensor:
         if self.readout or not self.labels:
@@ -221,11 +262,14 @@ class Similarity(Setup):
             answers = SCALE * self._embeddings(model, self.labels)
             self.readout = fitted(features, targets, Readout(answers, answers.new_zeros(self.answers)))
 
-    def _embeddings(self, model: nn.Module, rows: Sequence[Row], together: bool = False) -> Tensor:
+    def _embeddings(
+        self, model: nn.Module, rows: Sequence[Row], together: bool = False, blocks: Sequence[nn.Module] = ()
+    ) -> Tensor:
         def read(inputs: dict[str, Tensor], rows: list[Row]) -> Tensor:
             mask = inputs["attention_mask"].unsqueeze(-1).float()
-            hidden = model(**inputs).last_hidden_state[:, -mask.shape[1] :].float()  # without an adapter's tokens
-            return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
+            with reading(blocks, inputs["attention_mask"]) as means:
+                hidden = model(**inputs).last_hidden_state[:, -mask.shape[1] :].float()  # without an adapter's tokens
+            return torch.cat([F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1), *means], 1)
 
         return self._in_buckets(model, rows, read, together)
 
@@ -248,7 +292,9 @@ class Head(Setup):
             return ({"input_ids": [self._filler]},)
         return ({name: list(encoded[name]) for name in ("input_ids", "token_type_ids") if name in encoded},)
 
-    def features(self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False) -> Tensor:
+    def features(
+        self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False, blocks: bool = False
+    ) -> Tensor:
         return self._in_buckets(
             model, [rows[0] for rows in examples], lambda inputs, rows: model(**inputs).logits.float(), together
         )
@@ -271,7 +317,9 @@ class Language(Setup):
             )
         return ({"input_ids": ids},)
 
-    def features(self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False) -> Tensor:
+    def features(
+        self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False, blocks: bool = False
+    ) -> Tensor:
         def read(inputs: dict[str, Tensor], rows: list[Row]) -> Tensor:
             ids = inputs["input_ids"]
             logits = _logits_at(model, inputs, torch.arange(-ids.shape[1], -1))

@@ -20,10 +20,11 @@ from forwardtune.integrations.huggingface.footprint import footprint
 from forwardtune.metrics import metric, one_minus, perplexity
 from forwardtune.readout import Readout
 from forwardtune.tasks.computing import computed
-from forwardtune.tasks.identity import RULES, file_digest, fingerprint
+from forwardtune.tasks.identity import FITS, RULES, file_digest, fingerprint
 from forwardtune.tasks.sources import Sources
 from forwardtune.tasks.task import Scores, Task
 from forwardtune.tasks.texts import glue
+from forwardtune.tasks.texts.blocks import blocks_of
 from forwardtune.tasks.texts.data import LINE, Text, Texts, from_files, plain_texts
 from forwardtune.tasks.texts.models import PretrainedModel
 from forwardtune.tasks.texts.quantized import check_saved
@@ -171,7 +172,9 @@ class TextTask(Task):
         model = {file.name: file_digest(file) for file in files} or w.weights
         content = [RULES, self.language.setup_name, w.adapter, w.dtype, self.setup.answers, model, self.data_digest]
         if w.fit:
-            content.append(("fit", w.fit, w.compute, w.test_examples, w.template, w.max_length, w.pad_token, *w.words))
+            content.append(
+                ("fit", FITS, w.fit, w.compute, w.test_examples, w.template, w.max_length, w.pad_token, *w.words)
+            )
         return fingerprint(content)
 
     def check(self) -> None:
@@ -201,7 +204,8 @@ class TextTask(Task):
         """Fits a new head or, where the model brings all that it has, the readout of its answers."""
         if not isinstance(self.setup, Head):
             rows, ys = zip(*map(self.batch, self._examples_to_fit()), strict=True)
-            features = torch.cat([self._computed(self.setup.features, model, some) for some in rows])
+            blocks = len(blocks_of(model, self.setup.depth)) > 0
+            features = torch.cat([self._computed(self.setup.features, model, some, blocks=blocks) for some in rows])
             self.setup.fit(model, features, self._targets(torch.cat(ys)))
         elif f"{(head := self._head(model))}.weight" in new:
             fit_head(model, head, map(self.batch, self._examples_to_fit()), partial(self._logits, model))
