@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from forwardtune.readout import Readout
 from forwardtune.tasks.texts.blocks import blocks_of
-from forwardtune.tasks.texts.setups import pad
+from forwardtune.tasks.texts.padding import pad
 from tests.helpers.texts import models_and_tables, task_of
 
 

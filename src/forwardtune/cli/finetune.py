@@ -68,8 +68,8 @@ def finetune(
     fit: Annotated[
         int | None,
         typer.Option(
-            help="First fit a new head, or how answers are read, to so many examples.",
-            show_default="2000 to 10000",
+            help="First fit a new head, how answers are read, or for lm the last norm to so many examples.",
+            show_default="2000 to 10000; lm 300",
         ),
     ] = None,
     adapter: Annotated[str, typer.Option(help="none, lora, prefix, prompt or ia3.")] = "none",
@@ -180,7 +180,7 @@ def finetune(
     from forwardtune.finetuning.budget import EVALUATIONS
     from forwardtune.finetuning.kept import KEEPS
     from forwardtune.tasks import Sources, TextWorkload
-    from forwardtune.tasks.texts.workload import FILES, GLUE, LM, PLAIN, TRANSFORMER
+    from forwardtune.tasks.texts.workload import FILES, GLUE, LM, PACKED, PLAIN, TRANSFORMER
 
     if task:
         one_of("task", task, GLUE)
@@ -192,6 +192,8 @@ def finetune(
         least = f"--steps {-(-LEAST_AUTO // by.queries_per_step)}" if steps else f"--queries {LEAST_AUTO}"
         raise ExperimentError(f"{budget} queries are too few to find a rate; give {least}, or an --lr")
     usual_fit = 2000 if minutes else min(10_000, max(2000, budget * batch // 3))
+    if is_language:
+        usual_fit = 0 if adapter != "none" or dtype in PACKED else 300
     workload = TextWorkload(
         name=task or (train or Path()).stem,
         data=task or (PLAIN if is_language else FILES),
@@ -204,7 +206,7 @@ def finetune(
         train_examples=200,
         test_examples=test_examples,
         setup=LM if is_language else setup,
-        fit=(0 if is_language else usual_fit) if fit is None else fit,
+        fit=usual_fit if fit is None else fit,
         adapter=adapter,
         objective="loss" if is_language else objective,
         template=template,

@@ -30,6 +30,7 @@ from forwardtune.finetuning.tuned import FORMAT, LEDGER, NEW, READ, SETTINGS, Se
 from forwardtune.tasks import Sources, TextWorkload, prepare
 from forwardtune.tasks.texts.models import quiet
 from forwardtune.tasks.texts.task import READOUT, TextTask
+from forwardtune.tasks.texts.workload import LM
 
 
 def finetune(
@@ -84,7 +85,7 @@ def finetune(
 def _measured(run: Run, task: TextTask, store: Store, threads: int | None, tell: Tell) -> tuple[Pace, Ready]:
     """The pace of a run that has not begun, with the best number of threads if none is given."""
     if fit := min(run.workload.fit, task.examples):
-        what = "a new head" if task.language.setup_name == "head" else "how answers are read"
+        what = {"head": "a new head", LM: "the last norm"}.get(task.language.setup_name, "how answers are read")
         tell(Noted(f"{what} is fitted to {fit:,} training examples first"))
     model = make_base(task, store) or task.start(store.base(task.base_id))
     tell(Measuring(task.describe(model)))

@@ -9,7 +9,7 @@ similarity: a sentence encoder is asked in its own terms, by the cosine of two e
 head: a new linear layer on top of the model, as usual with backpropagation; with a template a causal model reads the
     text and the question before it.
 lm: a language model is asked nothing. The only answer is the text itself, and its logit is the mean log-probability of
-    its tokens.
+    its tokens. A fit is one of the last norm (`last_norm.py`).
 
 The answers of the first two are read off what the model computes by a linear map, which may be fitted to examples: off
 what it answers itself, or off what each of its blocks computes as well.
@@ -29,22 +29,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from forwardtune.errors import ExperimentError
 from forwardtune.readout import Readout, fitted
 from forwardtune.tasks.texts.blocks import blocks_of, reading
 from forwardtune.tasks.texts.data import Text
+from forwardtune.tasks.texts.padding import FAST_PASS, PASS, Row, buckets, pad
 
 SCALE, THRESHOLD = 10.0, 0.7
 """The cosine is multiplied by the one; above the other two texts count as alike."""
-PASS, FAST_PASS = 24, 100
-"""What a pass costs beside its tokens, in tokens, and with forward passes in bfloat16, where tokens cost less; measured
-on a CPU with models of 15 and 22 million weights."""
 
 _SEVERAL_ROWS = "texts that are compared are several rows each, and cannot have lines of their own"
 
-Row = dict[str, list[int]]
 Rows = tuple[Row, ...]
 """One example, as the tokenizer returns it: one sequence, or two that are embedded separately."""
 
@@ -331,6 +327,12 @@ class Language(Setup):
 
         return self._in_buckets(model, [rows[0] for rows in examples], read, together)
 
+    def next_tokens(self, examples: Sequence[Rows], device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
+        """The model's inputs, and the token that follows each; -1 where there is none."""
+        inputs = pad([rows[0] for rows in examples], self._filler, device)
+        follows = F.pad(inputs["attention_mask"][:, 1:], (0, 1)).bool()
+        return inputs, F.pad(inputs["input_ids"][:, 1:], (0, 1)).masked_fill(~follows, -1)
+
     @staticmethod
     def tokens(example: Rows) -> int:
         """How many tokens of an example are predicted."""
@@ -362,41 +364,6 @@ def check_template(template: str, columns: Sequence[str]) -> None:
     for column in columns:
         if column not in names:
             raise ExperimentError(f"the template {template!r} does not hold {{{column}}}; add it")
-
-
-def buckets(lengths: Sequence[int], cost: int = PASS) -> list[list[int]]:
-    """The indices of rows, split so that the tokens of all padded buckets, and the cost of each, are fewest.
-
-    >>> buckets([10, 60, 9, 61])
-    [[2, 0], [1, 3]]
-    """
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    best = [(0, 0)]  # for the shortest rows up to each: the cost, and where their last bucket begins
-    for end, longest in enumerate(order, 1):
-        best.append(min((best[at][0] + (end - at) * lengths[longest] + cost, at) for at in range(end)))
-    split, end = [], len(order)
-    while end:
-        start = best[end][1]
-        split.append(order[start:end])
-        end = start
-    return split[::-1]
-
-
-def pad(rows: Sequence[Row], filler: int, device: torch.device) -> dict[str, Tensor]:
-    """Rows as tensors padded on the right, with their attention mask.
-
-    >>> pad([{"input_ids": [5, 6, 7]}, {"input_ids": [8]}], 0, torch.device("cpu"))
-    {'input_ids': tensor([[5, 6, 7],
-            [8, 0, 0]]), 'attention_mask': tensor([[1, 1, 1],
-            [1, 0, 0]])}
-    """
-    columns = {name: [torch.tensor(row[name], dtype=torch.long) for row in rows] for name in rows[0]}
-    columns["attention_mask"] = [torch.ones_like(ids) for ids in columns["input_ids"]]
-    fillers = {"input_ids": filler}
-    return {
-        name: pad_sequence(column, batch_first=True, padding_value=fillers.get(name, 0)).to(device)
-        for name, column in columns.items()
-    }
 
 
 def _first_tokens(tokenizer: Any, words: Sequence[str]) -> list[int]:

@@ -26,6 +26,7 @@ from forwardtune.tasks.task import Scores, Task
 from forwardtune.tasks.texts import glue
 from forwardtune.tasks.texts.blocks import blocks_of
 from forwardtune.tasks.texts.data import LINE, Text, Texts, from_files, plain_texts
+from forwardtune.tasks.texts.last_norm import fit_last_norm
 from forwardtune.tasks.texts.models import PretrainedModel
 from forwardtune.tasks.texts.quantized import check_saved
 from forwardtune.tasks.texts.setups import Head, Language, Rows, score_between
@@ -190,7 +191,7 @@ class TextTask(Task):
         before = None
         if self.workload.fit:
             before = self._told_before(model)
-            self._fit(model, new)
+            new += self._fit(model, new)
         state = model.state_dict()
         made = {name: state[name].cpu().contiguous().clone() for name in new}
         if self.setup.readout:
@@ -200,8 +201,11 @@ class TextTask(Task):
         return model
 
     @torch.no_grad()
-    def _fit(self, model: nn.Module, new: Collection[str]) -> None:
-        """Fits a new head or, where the model brings all that it has, the readout of its answers."""
+    def _fit(self, model: nn.Module, new: Collection[str]) -> list[str]:
+        """Fits a new head or, where the model brings all that it has, the readout of its answers.
+
+        Returns the names of the model's own weights that it changed.
+        """
         if not isinstance(self.setup, Head):
             rows, ys = zip(*map(self.batch, self._examples_to_fit()), strict=True)
             blocks = len(blocks_of(model, self.setup.depth)) > 0
@@ -209,6 +213,7 @@ class TextTask(Task):
             self.setup.fit(model, features, self._targets(torch.cat(ys)))
         elif f"{(head := self._head(model))}.weight" in new:
             fit_head(model, head, map(self.batch, self._examples_to_fit()), partial(self._logits, model))
+        return []
 
     def _head(self, model: nn.Module) -> str:
         """The name of the linear layer whose outputs are the answers; peft keeps a copy of it that is not used."""
@@ -266,6 +271,13 @@ class LanguageTask(TextTask):
     @property
     def guessing(self) -> float:
         return math.log(self.language.config.vocab_size)
+
+    def _fit(self, model: nn.Module, new: Collection[str]) -> list[str]:
+        """Fits the last norm to the tokens of texts."""
+        rows = [example for chosen in self._examples_to_fit() for example in self.batch(chosen)[0]]
+        some = (rows[i : i + CHUNK] for i in range(0, len(rows), CHUNK))
+        names, _ = fit_last_norm(model, (self.setup.next_tokens(examples, self.device) for examples in some))
+        return names
 
     def _objective(self, logits: Tensor, actual: Tensor) -> Tensor:
         return -logits.mean()

@@ -60,8 +60,10 @@ class TextWorkload(Workload):
             raise ExperimentError("a head uses no words; leave them out, or choose another setup")
         if self.setup == LM and (self.template or self.words):
             raise ExperimentError("a language model on plain texts uses no template and no words; leave them out")
-        if self.fit and self.setup == LM:
-            raise ExperimentError("a language model on plain texts has nothing to fit; leave fit out")
+        if self.fit and self.setup == LM and (self.adapter != "none" or self.dtype in PACKED):
+            raise ExperimentError(
+                "the last norm of a model with an adapter or packed weights stays as it is; leave fit out"
+            )
         self._check_language()
         one_of("adapter", self.adapter, ADAPTERS)
         one_of("dtype", self.dtype, DTYPES)
