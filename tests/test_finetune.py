@@ -83,7 +83,8 @@ def test_a_model_is_tuned_saved_and_asked(home):
     assert "| | before | fitted | after |\n| --- | --- | --- | --- |\n" in card
     assert f"| accuracy | {was} | {fitted} | {tuned} |" in card
     assert "80 queries of VS2P" in card
-    # Predictions are those that were evaluated.
+    # Predictions are those that were evaluated, by a readout of both blocks.
+    assert load_file(home / "tuned" / "readout.safetensors")["weight"].shape == (2, 2 + 2 * 16)
     run("predict --model tuned --input test.jsonl --out answers.csv")
     with open(home / "answers.csv", newline="") as file:
         answers = list(csv.DictReader(file))

@@ -2,7 +2,7 @@
 
 What a pretrained model knows of new data is seldom all in its last layer: that of an ImageNet network at 32 x 32 pixels
 has a single position left, while the layers before it still see strokes and edges. A head that reads them all, fitted
-by `forwardtune.heads`, costs one forward pass per example and is often as good as tuning the layers themselves.
+by `forwardtune.heads`, costs one forward pass per example.
 
 Maps are averaged over the cells of a grid, sequences over their positions. The new weights are zero at first, so that
 a widened model computes what it did before.
@@ -11,6 +11,7 @@ a widened model computes what it did before.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -41,6 +42,9 @@ class Reading:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         self._kept[get_ident()] = averaged(output_of(output), self.cells)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": {}}
 
     def take(self) -> Tensor:
         try:
@@ -84,8 +88,8 @@ def widen_head(
 
     head: the last `Linear` in the model, or its name, which is that of the wide head then: `fit_head` takes it.
     inputs: those of any batch, which the model is called with once.
-    layers: the names of those that are read. By default, the last layer at each resolution of a network for images, or
-        every block of a transformer.
+    layers: the names of those that are read, each of which runs once. By default, the last layer at each resolution of
+        a network for images (N, C, H, W), or the blocks of a transformer (N, T, C).
     width: how many numbers are read in all, about.
     forward: computes the outputs from inputs, if that takes more than calling the model with them.
 
@@ -127,7 +131,7 @@ def averaged(output: Tensor, cells: int) -> Tensor:
     """One row per example: of a map the means over a grid, of a sequence those over its positions."""
     if output.ndim == 4:
         return F.adaptive_avg_pool2d(output, cells).flatten(1)
-    return output.mean(1) if output.ndim == 3 else output
+    return output.mean(1) if output.ndim == 3 else output.clone()  # the next layer may work in place
 
 
 def output_of(output: Any) -> Any:
@@ -138,14 +142,15 @@ def output_of(output: Any) -> Any:
 def _shapes(model: nn.Module, head: str, modules: Mapping[str, nn.Module], run: Callable[[], Any]) -> dict[str, Shape]:
     """What the layers that finish before the head return one row per example of, in the order in which they finish."""
     shapes: dict[str, Shape] = {}
-    rows: list[int] = []
+    calls: Counter[str] = Counter()
+    heads: list[Shape] = []
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
         output = output_of(output)
-        shapes.pop(name, None)
+        calls[name] += 1
         if name == head:
-            rows.append(len(output))
-        elif not rows and isinstance(output, Tensor) and 2 <= output.ndim <= 4 and output.is_floating_point():
+            heads.append(tuple(output.shape))
+        elif not heads and isinstance(output, Tensor) and 2 <= output.ndim <= 4 and output.is_floating_point():
             shapes[name] = tuple(output.shape)
 
     hooks = [module.register_forward_hook(partial(note, name)) for name, module in modules.items() if name]
@@ -155,9 +160,10 @@ def _shapes(model: nn.Module, head: str, modules: Mapping[str, nn.Module], run: 
     finally:
         for hook in hooks:
             hook.remove()
-    if not rows:
-        raise InvalidArgumentError(f"the model does not use {head!r}; name the Linear that it ends with")
-    return {name: shape for name, shape in shapes.items() if shape[0] == rows[-1]}
+    if len(heads) != 1 or len(heads[0]) != 2:
+        found = f"returns {heads[0]}" if len(heads) == 1 else f"runs {len(heads)} times"
+        raise InvalidArgumentError(f"the head {head!r} {found}; it must run once, with one row for each example")
+    return {name: shape for name, shape in shapes.items() if shape[0] == heads[0][0] and calls[name] == 1}
 
 
 @contextmanager
@@ -192,7 +198,7 @@ def _is_block(modules: Mapping[str, nn.Module], name: str) -> bool:
     """Whether it is one of a list of like modules, and not inside of another such block."""
     parent = name.rpartition(".")[0]
     listed = modules.get(parent)
-    if not isinstance(listed, nn.Sequential | nn.ModuleList) or len(listed) < 2:
+    if not isinstance(listed, nn.Sequential | nn.ModuleList) or len(listed) < 2 or not list(modules[name].children()):
         return False
     return len({type(child) for child in listed}) == 1 and not (parent and _inside(modules, parent))
 
@@ -207,8 +213,8 @@ def _chosen(modules: Mapping[str, nn.Module], shapes: Mapping[str, Shape], layer
             raise InvalidArgumentError(f"the model has no layer {name!r} to read; name some of its modules")
         if name not in shapes:
             raise InvalidArgumentError(
-                f"the layer {name!r} cannot be read: it must run before the head and return one row per example, of "
-                "numbers, positions or maps"
+                f"the layer {name!r} cannot be read: it must run once, before the head, and return one row per example, "
+                "of numbers, of positions (N, T, C) or a map (N, C, H, W)"
             )
     if not layers or len(set(layers)) < len(layers):
         raise InvalidArgumentError("name layers to read, each once")

@@ -108,6 +108,9 @@ class Tuned:
         model, _ = self._language.build(self._setup.answers)
         if self.settings.adapter != "none":
             load_adapter(model, folder / "adapter_model.safetensors")
+        readout = self._setup.readout
+        if readout and readout.weight.shape[1] > self._setup.own and not self._setup.blocks(model):
+            raise ExperimentError(f"{folder / READ} reads blocks that the model does not have; tune the model again")
         return model
 
     def _read_readout(self, file: Path) -> Readout | None:

@@ -12,25 +12,25 @@ from torch import Tensor, nn
 from forwardtune.wide import output_of
 
 
-def blocks_of(model: nn.Module, depth: int) -> Sequence[nn.Module]:
-    """The list of as many like modules, or nothing where there is none."""
+def blocks_of(model: nn.Module, depth: int, read: int) -> Sequence[nn.Module]:
+    """So many, at equal distances, of the list of `depth` like modules; nothing where there is none."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == depth and len({type(block) for block in module}) == 1:
-            return list(module)
+            return [module[(i + 1) * depth // read - 1] for i in range(read)]
     return ()
 
 
 @contextmanager
-def reading(blocks: Sequence[nn.Module], mask: Tensor) -> Iterator[list[Tensor]]:
+def reading(blocks: Sequence[nn.Module], mask: Tensor, front: int) -> Iterator[list[Tensor]]:
     """While it lasts, each block appends the mean of its output over the tokens of every text, at length one.
 
-    Tokens that an adapter puts in front are left out, and so is what the mask hides.
+    So many tokens in front, which an adapter puts there, are left out, and so is what the mask hides.
     """
     means: list[Tensor] = []
     weights = (mask / mask.sum(1, keepdim=True)).unsqueeze(-1).float()
 
     def read(module: nn.Module, args: Any, output: Any) -> None:
-        hidden = output_of(output)[:, -mask.shape[1] :].float()
+        hidden = output_of(output)[:, front : front + mask.shape[1]].float()
         means.append(F.normalize((hidden * weights).sum(1), dim=1))
 
     hooks = [block.register_forward_hook(read) for block in blocks]

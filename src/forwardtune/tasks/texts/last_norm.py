@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from forwardtune.errors import ExperimentError
 from forwardtune.heads import FittedHead, is_left_out
 
-PENALTIES = tuple(10.0**-k for k in range(1, 5))
+PENALTIES = tuple(10.0**-k for k in range(1, 4))
 """Tried from the strongest to the weakest, until tokens left out are predicted worse."""
-ITERATIONS = 15
+ITERATIONS = 8
 """Of L-BFGS, at each penalty from where the one before ended."""
 CHUNK = 512
 """Tokens whose logits are held at a time."""

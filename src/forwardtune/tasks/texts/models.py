@@ -108,6 +108,7 @@ class PretrainedModel:
         """`words` are the answers; a head has one logit per word, or a single one, the score, without words."""
         setup = self._setup(columns, template, words, max_length)
         setup.depth, setup.hidden = (getattr(self.config, name, 0) for name in ("num_hidden_layers", "hidden_size"))
+        setup.front = VIRTUAL_TOKENS if self.adapter == "prompt" else 0
         return setup
 
     def _setup(self, columns: Sequence[str], template: str, words: Sequence[str], max_length: int) -> Setup:

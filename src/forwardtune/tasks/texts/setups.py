@@ -35,6 +35,7 @@ from forwardtune.readout import Readout, fitted
 from forwardtune.tasks.texts.blocks import blocks_of, reading
 from forwardtune.tasks.texts.data import Text
 from forwardtune.tasks.texts.padding import FAST_PASS, PASS, Row, buckets, pad
+from forwardtune.wide import WIDTH
 
 SCALE, THRESHOLD = 10.0, 0.7
 """The cosine is multiplied by the one; above the other two texts count as alike."""
@@ -48,12 +49,14 @@ Rows = tuple[Row, ...]
 class Setup(ABC):
     """`answers` is the number of logits; where there is a `readout` they are what it makes of the features.
 
-    The model has `depth` blocks, whose outputs are `hidden` wide.
+    The model has `depth` blocks, whose outputs are `hidden` wide, with `front` tokens of an adapter before the text's.
     """
 
     answers: int
     readout: Readout | None = None
-    depth = hidden = 0
+    depth = hidden = front = 0
+    by_block = 1
+    """How many features a block has, of its width."""
 
     @property
     def own(self) -> int:
@@ -63,7 +66,16 @@ class Setup(ABC):
     @property
     def more(self) -> int:
         """How many are those of blocks."""
-        return self.depth * self.hidden
+        return self._read * self.by_block * self.hidden
+
+    @property
+    def _read(self) -> int:
+        """How many blocks are read."""
+        return min(self.depth, max(1, WIDTH // (self.by_block * self.hidden))) if self.hidden else 0
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Those that are read, if the model has a list of them."""
+        return blocks_of(model, self.depth, self._read) if self._read else ()
 
     def __init__(self, tokenizer: Any, max_length: int) -> None:
         self.tokenizer, self.max_length = tokenizer, max_length
@@ -91,16 +103,15 @@ class Setup(ABC):
         if self.readout is None:
             return self.features(model, examples, together=together)
         blocks = self.readout.weight.shape[1] > self.own
-        return self.readout(self.features(model, examples, together=together, blocks=blocks))
+        features = self.features(model, examples, together=together, blocks=blocks)
+        with torch.autocast(features.device.type, enabled=False):  # thousands of terms in bfloat16 would drown slopes
+            return self.readout(features)
 
     def fit(self, model: nn.Module, features: Tensor, targets: Tensor) -> None:
         """Makes the readout from examples, if that helps; targets are labels, or the probability of each answer."""
         as_they_are = Readout(torch.eye(self.answers), torch.zeros(self.answers))
         readout = fitted(features, targets, as_they_are)
         self.readout = None if readout is as_they_are else readout
-
-    def _blocks(self, model: nn.Module, wanted: bool) -> Sequence[nn.Module]:
-        return blocks_of(model, self.depth) if wanted else ()
 
     def _in_buckets(
         self,
@@ -179,12 +190,12 @@ class Prompt(Setup):
     def features(
         self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False, blocks: bool = False
     ) -> Tensor:
-        seen = self._blocks(model, blocks)
+        seen = self.blocks(model) if blocks else ()
 
         def read(inputs: dict[str, Tensor], rows: list[Row]) -> Tensor:
             indices = [self._answer_index(row["input_ids"], inputs["input_ids"].shape[1]) for row in rows]
             distinct = sorted(set(indices))
-            with reading(seen, inputs["attention_mask"]) as means:
+            with reading(seen, inputs["attention_mask"], self.front) as means:
                 logits = _logits_at(model, inputs, torch.tensor(distinct))
             own = torch.tensor([distinct.index(index) for index in indices])
             return torch.cat([logits[torch.arange(len(rows)), own][:, self.words].float(), *means], 1)
@@ -211,6 +222,7 @@ class Similarity(Setup):
                 f"two texts are alike or not; similarity cannot choose among {self.answers} classes: use another setup"
             )
         around = fill(template, columns, [""] * len(columns)).strip()
+        self.by_block = len(columns)
         self.labels = [] if len(columns) == 2 else [self._row(f"{around} {word}.".strip()) for word in words]
 
     def encode(self, text: Text) -> Rows:
@@ -224,21 +236,18 @@ class Similarity(Setup):
     def own(self) -> int:
         return self.hidden if self.labels else self.answers
 
-    @property
-    def more(self) -> int:
-        return super().more if self.labels else 2 * super().more
-
     def features(
         self, model: nn.Module, examples: Sequence[Rows], *, together: bool = False, blocks: bool = False
     ) -> Tensor:
         """The embeddings of single texts; of pairs their logits and, of blocks, products and distances."""
-        seen = self._blocks(model, blocks)
+        seen = self.blocks(model) if blocks else ()
         if self.labels:
             return self._embeddings(model, [rows[0] for rows in examples], together, seen)
         if together:
             raise ExperimentError(_SEVERAL_ROWS)
         both = self._embeddings(model, [rows[i] for i in (0, 1) for rows in examples], blocks=seen)
-        (first, u), (second, v) = (one.tensor_split([self.hidden], dim=1) for one in both.chunk(2))
+        width = both.shape[1] - len(seen) * self.hidden
+        (first, u), (second, v) = (one.tensor_split([width], dim=1) for one in both.chunk(2))
         alike = SCALE * ((first * second).sum(1) - THRESHOLD)
         return torch.cat([torch.stack([torch.zeros_like(alike), alike], dim=1), u * v, (u - v).abs()], 1)
 
@@ -263,7 +272,7 @@ class Similarity(Setup):
     ) -> Tensor:
         def read(inputs: dict[str, Tensor], rows: list[Row]) -> Tensor:
             mask = inputs["attention_mask"].unsqueeze(-1).float()
-            with reading(blocks, inputs["attention_mask"]) as means:
+            with reading(blocks, inputs["attention_mask"], self.front) as means:
                 hidden = model(**inputs).last_hidden_state[:, -mask.shape[1] :].float()  # without an adapter's tokens
             return torch.cat([F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1), *means], 1)
 

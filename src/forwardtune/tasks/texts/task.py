@@ -24,7 +24,6 @@ from forwardtune.tasks.identity import FITS, RULES, file_digest, fingerprint
 from forwardtune.tasks.sources import Sources
 from forwardtune.tasks.task import Scores, Task
 from forwardtune.tasks.texts import glue
-from forwardtune.tasks.texts.blocks import blocks_of
 from forwardtune.tasks.texts.data import LINE, Text, Texts, from_files, plain_texts
 from forwardtune.tasks.texts.last_norm import fit_last_norm
 from forwardtune.tasks.texts.models import PretrainedModel
@@ -208,8 +207,10 @@ class TextTask(Task):
         """
         if not isinstance(self.setup, Head):
             rows, ys = zip(*map(self.batch, self._examples_to_fit()), strict=True)
-            blocks = len(blocks_of(model, self.setup.depth)) > 0
+            blocks = len(self.setup.blocks(model)) > 0
             features = torch.cat([self._computed(self.setup.features, model, some, blocks=blocks) for some in rows])
+            if not torch.isfinite(features).all():
+                raise ExperimentError(f"{self.language.path} computes numbers that are not finite; leave fit out")
             self.setup.fit(model, features, self._targets(torch.cat(ys)))
         elif f"{(head := self._head(model))}.weight" in new:
             fit_head(model, head, map(self.batch, self._examples_to_fit()), partial(self._logits, model))
