@@ -213,8 +213,8 @@ def _chosen(modules: Mapping[str, nn.Module], shapes: Mapping[str, Shape], layer
             raise InvalidArgumentError(f"the model has no layer {name!r} to read; name some of its modules")
         if name not in shapes:
             raise InvalidArgumentError(
-                f"the layer {name!r} cannot be read: it must run once, before the head, and return one row per example, "
-                "of numbers, of positions (N, T, C) or a map (N, C, H, W)"
+                f"the layer {name!r} cannot be read: it must run once, before the head, and return one row per "
+                "example: of numbers, of positions (N, T, C) or a map (N, C, H, W)"
             )
     if not layers or len(set(layers)) < len(layers):
         raise InvalidArgumentError("name layers to read, each once")
