@@ -219,10 +219,14 @@ def test_a_model_is_adapted_and_asked(home, monkeypatch, more):
     curve = result["curve"]["perplexity"]
     assert settings["final"]["perplexity"] == min(curve) < curve[0]
     assert settings["setup"] == "lm"
-    assert f"test perplexity {curve[0]:.4g} to {min(curve):.4g}\n" in said
+    before = list(result["base"].get("before", {}).values())  # an adapter has no norm to fit
+    assert bool(before) == ("adapter" not in more)
+    assert all(perplexity > curve[0] for perplexity in before)
+    stages = [f"{perplexity:.4g}" for perplexity in (*before, curve[0], min(curve))]
+    assert f"test perplexity {' to '.join(stages)}" in said
     assert ("agreement" in result) == ("directions" in more)
     card = (home / "tuned" / "README.md").read_text()
-    assert f"| perplexity | {curve[0]:.4g} | {min(curve):.4g} |" in card
+    assert f"| perplexity | {' | '.join(stages)} |" in card
     assert "On 40 test examples:\n" in card
     assert "text-generation" in card
     # What it answers is what was evaluated.

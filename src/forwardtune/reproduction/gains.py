@@ -36,12 +36,13 @@ HEADER = (
 QUESTION = "## Does tuning improve a pretrained model in an hour of two cores?\n"
 NOTES = """
 By forward passes alone, with the command of the preset. Each method is at its best rate, and the minutes are those of
-one of its runs, with its evaluations, not those of finding the rate. "Fitted" is the score after a new head, or how
-answers are read, was fitted to training examples, where tuning then begins, and "since the fit" is what tuning adds to
-it. A gain is how much better the test score is than before: points of a share, or how far a perplexity fell. The 95%
-interval of an accuracy has both errors, added as squares: Student's over seeds, and the binomial one of two accuracies
-on this many test examples, as if each were measured on examples of its own; they are the same ones, so it is rather too
-wide. That of another metric is over seeds alone.
+one of its runs, with its evaluations, not those of the fit or of finding the rate. "Fitted" is the score after a new
+head, how answers are read, or the last norm of a language model was fitted to training examples by one forward pass
+each, where tuning then begins, and "since the fit" is what tuning adds to it. A gain is how much better the test score
+is than before: points of a share, or how far a perplexity fell. The 95% interval of an accuracy has both errors, added
+as squares: Student's over seeds, and the binomial one of two accuracies on this many test examples, as if each were
+measured on examples of its own; they are the same ones, so it is rather too wide. That of another metric is over seeds
+alone.
 """
 
 
