@@ -55,10 +55,10 @@ class Workload(NamedTuple):
 
 WIDE = {"fit": FIT, "head": "wide"}
 WORKLOADS = {
-    "MNIST, ResNet18": Workload("decide/mnist-resnet18", "mnist-resnet18", 1e-5, 1200, 500, WIDE),
-    "CIFAR-10, ResNet18": Workload("decide/cifar10-resnet18", "cifar10-resnet18", 1e-5, 1200, 500, WIDE),
-    "SST-2, MiniLM": Workload("gains/glue", "sst2", 1e-6, 300, 500, {"fit": FIT}),
-    "texts, stories15M": Workload("gains/texts", "texts", 1e-6, 300, 100, {"fit": 300}),
+    "MNIST, ResNet18": Workload("decide/mnist-resnet18", "mnist-resnet18", 1e-5, 600, 500, WIDE),
+    "CIFAR-10, ResNet18": Workload("decide/cifar10-resnet18", "cifar10-resnet18", 1e-5, 600, 500, WIDE),
+    "SST-2, MiniLM": Workload("gains/glue", "sst2", 1e-6, 200, 500, {"fit": FIT}),
+    "texts, stories15M": Workload("gains/texts", "texts", 1e-6, 200, 100, {"fit": 300}),
 }
 
 
