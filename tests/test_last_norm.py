@@ -82,16 +82,37 @@ def test_the_fit_is_the_minimum(tmp_path, kind, monkeypatch):
     assert names == {"llama": ["model.norm.weight"], "gpt2": ["transformer.ln_f.weight", "transformer.ln_f.bias"]}[kind]
 
 
-def test_models_whose_logits_are_not_the_head_of_a_norm_are_refused(tmp_path):
+def gemma():
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.GemmaConfig(**sizes, num_key_value_heads=1, head_dim=8, pad_token_id=0, **SIZES)
-    gemma = transformers.GemmaForCausalLM(config).eval()  # whose norms add one to their weights
-    torch.nn.init.normal_(gemma.model.norm.weight, std=0.1)
-    before = gemma.model.norm.weight.clone()
+    model = transformers.GemmaForCausalLM(config).eval()
+    torch.nn.init.normal_(model.model.norm.weight, std=0.1)
+    return model
+
+
+def test_a_norm_that_adds_one_to_its_weights_is_fitted_too():
+    model = gemma()
+    before = loss_of(model)
+    fit_last_norm(model, batches())
+    assert loss_of(model) < 0.999 * before
+
+
+class OddNorm(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((16,), 2.0))
+
+    def forward(self, x):
+        return F.normalize(x, dim=-1) * self.weight.square()
+
+
+def test_models_whose_logits_are_not_the_head_of_a_norm_are_refused(tmp_path):
+    model = llama(tmp_path / "odd")
+    model.model.norm = OddNorm()
     with pytest.raises(ExperimentError, match=r"model.norm does not multiply by its weight; leave the fit out"):
-        fit_last_norm(gemma, batches())
-    assert torch.equal(gemma.model.norm.weight, before)
+        fit_last_norm(model, batches())
+    assert torch.equal(model.model.norm.weight, torch.full((16,), 2.0))
     with pytest.raises(ExperimentError, match="the output embeddings of this model cannot be read"):
         fit_last_norm(torch.nn.Linear(2, 2), batches())
     model = llama(tmp_path / "m")

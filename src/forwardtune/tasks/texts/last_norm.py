@@ -28,6 +28,8 @@ ITERATIONS = 8
 CHUNK = 512
 """Tokens whose logits are held at a time."""
 
+_REMEDY = "leave the fit out (fit = 0, of the command --fit 0)"
+
 Batch = tuple[dict[str, Tensor], Tensor]
 """A model's inputs, and the tokens that follow, negative where there is none."""
 
@@ -37,7 +39,7 @@ def fit_last_norm(model: nn.Module, batches: Iterable[Batch]) -> tuple[list[str]
     """Fits the weights of the last norm in place, by one forward pass per batch; returns their names in the model."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if type(head) is not nn.Linear or not head.weight.is_floating_point():
-        raise ExperimentError("the output embeddings of this model cannot be read; leave the fit out (fit = 0)")
+        raise ExperimentError(f"the output embeddings of this model cannot be read; {_REMEDY}")
     name, h, y = "", [], []
     for inputs, nexts in batches:
         found, hidden = _before(model, head, inputs)
@@ -51,15 +53,16 @@ def fit_last_norm(model: nn.Module, batches: Iterable[Batch]) -> tuple[list[str]
     told = fit.solve()
     m, b = fit.solution(hidden)
     old = {key: weight.clone() for key, weight in norm.named_parameters(recurse=False)}
-    norm.weight.mul_(m.to(norm.weight))
-    if "bias" in old:
-        norm.bias.mul_(m.to(norm.bias)).add_(b.to(norm.bias))
     wanted = before.float() * m + b
-    if not torch.allclose(norm(_probe(norm)).float(), wanted, rtol=2e-2, atol=2e-2 * wanted.abs().max().item()):
-        for key, weight in old.items():  # such as Gemma's, which adds one to its weight
-            getattr(norm, key).copy_(weight)
-        raise ExperimentError(f"{name} does not multiply by its weight; leave the fit out (fit = 0)")
-    return [f"{name}.{key}" for key in old], told
+    for one in (0.0, 1.0):  # Gemma's norms add one to their weights
+        norm.weight.copy_((old["weight"].float() + one) * m - one)
+        if "bias" in old:
+            norm.bias.copy_(old["bias"].float() * m + b)
+        if torch.allclose(norm(_probe(norm)).float(), wanted, rtol=2e-2, atol=2e-2 * wanted.abs().max().item()):
+            return [f"{name}.{key}" for key in old], told
+    for key, weight in old.items():
+        getattr(norm, key).copy_(weight)
+    raise ExperimentError(f"{name} does not multiply by its weight; {_REMEDY}")
 
 
 def _before(model: nn.Module, head: nn.Module, inputs: dict[str, Tensor]) -> tuple[str, Tensor]:
@@ -79,9 +82,9 @@ def _before(model: nn.Module, head: nn.Module, inputs: dict[str, Tensor]) -> tup
             hook.remove()
     name, hidden = outputs[-1] if outputs else ("", None)
     if hidden is None or not seen or not torch.equal(hidden, seen[-1]):
-        raise ExperimentError("no norm comes right before the output embeddings; leave the fit out (fit = 0)")
+        raise ExperimentError(f"no norm comes right before the output embeddings; {_REMEDY}")
     if not torch.allclose(head(hidden[:1, :1]).float(), logits[:1, :1].float(), rtol=1e-2, atol=1e-2):
-        raise ExperimentError("the logits are not the output embeddings' alone; leave the fit out (fit = 0)")
+        raise ExperimentError(f"the logits are not the output embeddings' alone; {_REMEDY}")
     return name, hidden
 
 
