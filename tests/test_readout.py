@@ -71,6 +71,18 @@ def test_an_embedding_is_read_by_a_new_matrix_if_that_predicts_better():
     assert cosine > 0.999  # the start, with another scale
 
 
+def test_few_examples_do_not_make_a_matrix_of_chance():
+    """Good answers beside a thousand numbers of noise: twenty examples keep the former."""
+    generator = torch.Generator().manual_seed(0)
+    kept = 0
+    for _ in range(20):
+        y = torch.randint(2, (20,), generator=generator)
+        right = F.one_hot(y, 2) + 0.5 * torch.randn(20, 2, generator=generator)
+        features = torch.cat([right, torch.randn(20, 1000, generator=generator)], 1)
+        kept += fitted(features, y, Readout(torch.eye(2), torch.zeros(2))).weight.shape[1] == 2
+    assert kept >= 19
+
+
 def test_what_a_file_may_hold():
     good = {"weight": torch.eye(2), "bias": torch.zeros(2)}
     assert torch.equal(Readout.of(good, (2, 2)).weight, torch.eye(2))

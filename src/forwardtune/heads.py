@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -73,14 +73,23 @@ def fit_head(
     if len(x) < FEWEST:
         raise InvalidArgumentError(f"{len(x)} examples are too few to fit a head; give at least {FEWEST}")
     y = _checked_labels(y, linear).to(x.dtype if y.is_floating_point() else torch.long)
-    weight, bias, fitted = fit_linear(x, y, linear.out_features, bias=linear.bias is not None)
-    linear.weight.copy_(weight)
+    made = fit_linear(x, y, linear.out_features, bias=linear.bias is not None)
+    linear.weight.copy_(made.weight)
     if linear.bias is not None:
-        linear.bias.copy_(bias)
-    return fitted
+        linear.bias.copy_(made.bias)
+    return FittedHead(len(x), made.penalty, made.held_out.mean().item())
 
 
-def fit_linear(x: Tensor, y: Tensor, outputs: int, *, bias: bool = True) -> tuple[Tensor, Tensor, FittedHead]:
+class FittedLinear(NamedTuple):
+    """A weight and a bias, the penalty, and the losses of the examples that were left out to find it."""
+
+    weight: Tensor
+    bias: Tensor
+    penalty: float
+    held_out: Tensor
+
+
+def fit_linear(x: Tensor, y: Tensor, outputs: int, *, bias: bool = True) -> FittedLinear:
     """The weight and the bias of a head with these inputs.
 
     y: classes, or the probability of each, which are fitted by the cross entropy; or numbers for one output, which are
@@ -93,16 +102,16 @@ def fit_linear(x: Tensor, y: Tensor, outputs: int, *, bias: bool = True) -> tupl
     z = x.new_full((len(x), x.shape[1] + 1), float(bias))
     torch.sub(x, shift, out=z[:, :-1]).div_(scale)
     out = is_left_out(len(z)).to(z.device)
-    penalty, best, solution = PENALTIES[0], float("inf"), z.new_zeros(outputs, z.shape[1])
+    penalty, best, solution = PENALTIES[0], z.new_full((int(out.sum()),), torch.inf), z.new_zeros(outputs, z.shape[1])
     for tried in PENALTIES:
         solution = _solve(solution, z[~out], y[~out], tried)
-        loss = _loss(z[out] @ solution.T, y[out]).item()
-        if not loss < best:
+        losses = _losses(z[out] @ solution.T, y[out])
+        if not losses.mean() < best.mean():
             break
-        penalty, best = tried, loss
+        penalty, best = tried, losses
     solution = _solve(solution, z, y, penalty)
     weight, constant = solution[:, :-1] / scale, solution[:, -1]
-    return weight, constant - weight @ shift, FittedHead(len(z), penalty, best)
+    return FittedLinear(weight, constant - weight @ shift, penalty, best)
 
 
 def is_left_out(examples: int) -> Tensor:
@@ -190,14 +199,16 @@ def _solve(start: Tensor, z: Tensor, y: Tensor, penalty: float) -> Tensor:
     def closure() -> float:
         outputs, decay = z @ solution.T, penalties * solution
         solution.grad = _residual(outputs, y).T @ z / len(z) + decay
-        return (_loss(outputs, y) + (decay * solution).sum() / 2).item()
+        return (_losses(outputs, y).mean() + (decay * solution).sum() / 2).item()
 
     optimizer.step(closure)  # type: ignore[no-untyped-call]
     return solution.detach()
 
 
-def _loss(outputs: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(outputs[:, 0], y) if _are_numbers(y) else F.cross_entropy(outputs, y)
+def _losses(outputs: Tensor, y: Tensor) -> Tensor:
+    if _are_numbers(y):
+        return F.mse_loss(outputs[:, 0], y, reduction="none")
+    return F.cross_entropy(outputs, y, reduction="none")
 
 
 def _residual(outputs: Tensor, y: Tensor) -> Tensor:
