@@ -31,7 +31,7 @@ from forwardtune import presets
 from forwardtune.experiments.under_way import batch_indices
 from forwardtune.tasks import Sources, Task, prepare
 
-PILOT, RATES, STRIDE = 75, 4, 10
+PILOT, RATES, STRIDE = 50, 4, 10
 """The recipe's steps by which its rates are judged; how many rates; the steps between evaluations."""
 SEED = 0
 THEIRS, OURS, FITTED = "published MeZO", "VS2P auto", "a fit"
@@ -55,8 +55,8 @@ class Workload(NamedTuple):
 
 WIDE = {"fit": FIT, "head": "wide"}
 WORKLOADS = {
-    "MNIST, ResNet18": Workload("decide/mnist-resnet18", "mnist-resnet18", 1e-5, 600, 500, WIDE),
-    "CIFAR-10, ResNet18": Workload("decide/cifar10-resnet18", "cifar10-resnet18", 1e-5, 600, 500, WIDE),
+    "MNIST, ResNet18": Workload("decide/mnist-resnet18", "mnist-resnet18", 1e-5, 400, 500, WIDE),
+    "CIFAR-10, ResNet18": Workload("decide/cifar10-resnet18", "cifar10-resnet18", 1e-5, 400, 500, WIDE),
     "SST-2, MiniLM": Workload("gains/glue", "sst2", 1e-6, 200, 500, {"fit": FIT}),
     "texts, stories15M": Workload("gains/texts", "texts", 1e-6, 200, 100, {"fit": 300}),
 }
