@@ -423,7 +423,7 @@ def test_without_a_terminal_every_evaluation_is_a_line(tables):
     for i, line in enumerate(others, 1):
         assert line.startswith(
             f"{curve['queries'][i]}/120 queries: training loss {curve['train_loss'][i]:.4g}, test accuracy "
-            f"{100 * curve['accuracy'][i]:.1f}, f1 {100 * curve['f1'][i]:.1f}, 0:00:0"
+            f"{100 * curve['accuracy'][i]:.1f}, f1 {100 * curve['f1'][i]:.1f}, 0:0"
         )
         assert line.endswith(" left")
     assert others[-1].endswith("0:00:00 left")
