@@ -14,6 +14,8 @@ on a CPU with models of 15 and 22 million weights."""
 
 Row = dict[str, list[int]]
 """One sequence, as the tokenizer returns it."""
+Rows = tuple[Row, ...]
+"""One example, as the tokenizer returns it: one sequence, or two that are embedded separately."""
 
 
 def buckets(lengths: Sequence[int], cost: int = PASS) -> list[list[int]]:

@@ -27,8 +27,9 @@ from forwardtune.tasks.texts import glue
 from forwardtune.tasks.texts.data import LINE, Text, Texts, from_files, plain_texts
 from forwardtune.tasks.texts.last_norm import fit_last_norm
 from forwardtune.tasks.texts.models import PretrainedModel
+from forwardtune.tasks.texts.padding import Rows
 from forwardtune.tasks.texts.quantized import check_saved
-from forwardtune.tasks.texts.setups import Head, Language, Rows, score_between
+from forwardtune.tasks.texts.setups import Head, Language, score_between
 from forwardtune.tasks.texts.workload import LM, PLAIN, TextWorkload
 
 CHUNK = 16  # texts evaluated at a time
