@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ WIDTH = 8192
 """Numbers that a wide head reads beside its own input, about: the layers have equal shares."""
 
 Shape = tuple[int, ...]
+T = TypeVar("T")
 
 
 class Reading:
@@ -134,6 +135,11 @@ def averaged(output: Tensor, cells: int) -> Tensor:
     return output.mean(1) if output.ndim == 3 else output.clone()  # the next layer may work in place
 
 
+def evenly(items: Sequence[T], few: int) -> list[T]:
+    """So many of a sequence, at equal distances, up to its last."""
+    return [items[(i + 1) * len(items) // few - 1] for i in range(few)]
+
+
 def output_of(output: Any) -> Any:
     """The first of a layer's outputs, which blocks of transformers return with others."""
     return output[0] if isinstance(output, tuple | list) and output else output
@@ -188,7 +194,7 @@ def _usual(modules: Mapping[str, nn.Module], shapes: Mapping[str, Shape], width:
     blocks = [name for name, shape in shapes.items() if len(shape) == 3 and _is_block(modules, name)]
     if blocks:
         few = min(len(blocks), max(1, width // max(shapes[name][-1] for name in blocks)))
-        return [blocks[(i + 1) * len(blocks) // few - 1] for i in range(few)]
+        return evenly(blocks, few)
     if not last:
         raise InvalidArgumentError("there are no maps and no blocks to read below the head; name layers")
     return list(last.values())

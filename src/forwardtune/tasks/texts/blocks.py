@@ -9,14 +9,14 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forwardtune.wide import output_of
+from forwardtune.wide import evenly, output_of
 
 
 def blocks_of(model: nn.Module, depth: int, read: int) -> Sequence[nn.Module]:
     """So many, at equal distances, of the list of `depth` like modules; nothing where there is none."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == depth and len({type(block) for block in module}) == 1:
-            return [module[(i + 1) * depth // read - 1] for i in range(read)]
+            return evenly(list(module), read)
     return ()
 
 

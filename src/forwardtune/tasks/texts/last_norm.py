@@ -51,7 +51,7 @@ def fit_last_norm(model: nn.Module, batches: Iterable[Batch]) -> tuple[list[str]
     before = norm(_probe(norm))
     fit = _Fit(head, hidden, nexts, has_bias=getattr(norm, "bias", None) is not None)
     told = fit.solve()
-    m, b = fit.solution(hidden)
+    m, b = fit.solution()
     old = {key: weight.clone() for key, weight in norm.named_parameters(recurse=False)}
     wanted = before.float() * m + b
     for one in (0.0, 1.0):  # Gemma's norms add one to their weights
@@ -114,7 +114,7 @@ class _Fit:
         self._minimize(torch.ones_like(out), penalty)
         return FittedHead(len(self.nexts), penalty, best)
 
-    def solution(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def solution(self) -> tuple[Tensor, Tensor]:
         shift = self.size * self.parameters[1] if len(self.parameters) > 1 else torch.zeros_like(self.parameters[0])
         return 1 + self.parameters[0], shift
 
